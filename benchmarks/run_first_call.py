@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import gate, llama, results, run_training, steps, suites, tables, timing
+from . import first_calls, gate, llama, results, run_training, steps, suites, tables, timing
+from .first_calls import PHASES
+from .training_tables import CACHED, YARDSTICK
 
-YARDSTICK = "jax_cudnn"
-CACHED = ", cached"
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
-PHASES = ("trace_s", "lower_s", "compile_s", "run_s")
+WORK = ("forward", "gradient", "training step")
 
 
 class Contestant(NamedTuple):
@@ -53,10 +53,9 @@ CONTESTANTS = {
 }
 SHAPES = {
     "1b": suites.Shape(4, 4096, 16, 16, 128),
-    "small": suites.Shape(4, 1024, 6, 6, 128),
     "tiny": suites.Shape(1, 64, 2, 2, 16),
 }
-TOKENS = {"1b": (4, 8192), "small": (4, 1024), "tiny": (1, 32)}
+TOKENS = {"1b": (4, 8192), "tiny": (1, 32)}
 
 
 def program(work: str, attention: str, size: str) -> tuple[Any, Callable[[], tuple]]:
@@ -76,13 +75,10 @@ def program(work: str, attention: str, size: str) -> tuple[Any, Callable[[], tup
     return jax.jit(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do)), inputs
 
 
-WORK = ("forward", "gradient", "training step")
-
-
 def measure(work: str, name: str, size: str) -> dict[str, float]:
     """Returns the seconds of each phase of the first call, in this process."""
     function, make = program(work, CONTESTANTS[name].attention, size)
-    _, seconds, _ = steps.first_run(function, *jax.block_until_ready(make()))
+    _, seconds, _ = first_calls.first_run(function, *jax.block_until_ready(make()))
     return seconds
 
 
@@ -93,7 +89,7 @@ def answer(arguments, work: str, name: str, folder: str) -> dict[str, Any]:
     given = dict(CONTESTANTS[name].environment)
     if FOLDER in given:
         given[FOLDER] = folder
-    return steps.fresh_process(command, arguments.patience, given)
+    return first_calls.fresh_process(command, arguments.patience, given)
 
 
 def rows(arguments, work: str) -> list[dict[str, Any]]:
@@ -109,8 +105,7 @@ def rows(arguments, work: str) -> list[dict[str, Any]]:
             if FOLDER in CONTESTANTS[name].environment:
                 answer(arguments, work, name, folder)
         for turn in range(arguments.rounds):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
+            for name in steps.in_order(names, turn):
                 if name in refused:
                     continue
                 one = answer(arguments, work, name, folder)
@@ -184,4 +179,4 @@ if __name__ == "__main__":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         main(asked)
     else:
-        steps.tell(measure(*asked.work, asked.worker, asked.size))
+        first_calls.tell(measure(*asked.work, asked.worker, asked.size))

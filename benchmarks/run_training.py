@@ -27,7 +27,7 @@ import jax
 
 import flash_pallas
 
-from . import flops, llama, results, steps, suites, tables, timing
+from . import first_calls, flops, llama, results, steps, suites, tables, timing
 
 TOKENS = 32_768
 # Contestants compute the same up to the rounding of bfloat16, 2^-8 of each number. The loss and the
@@ -90,7 +90,7 @@ def alone(arguments) -> dict[str, Any]:
     (name,) = arguments.contestants
     state, batch = jax.block_until_ready(drawn(arguments))
     step, *_ = step_like(arguments, name)
-    program, seconds, (state, (loss, norm)) = steps.first_run(step, state, batch)
+    program, seconds, (state, (loss, norm)) = first_calls.first_run(step, state, batch)
     losses, norms = [float(loss)], [float(norm)]
     for _ in range(arguments.check_steps - 1):
         state, (loss, norm) = program(state, batch)
@@ -153,7 +153,7 @@ def answer(arguments, what: str, names: list[str]) -> dict[str, Any]:
     command += ["--loop"] * arguments.loop
     # All but what this process and CUDA take. On a CPU nothing reads it.
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
-    return steps.fresh_process(command, arguments.patience, memory)
+    return first_calls.fresh_process(command, arguments.patience, memory)
 
 
 def wrong(name: str, found: dict[str, Any], others: dict[str, dict[str, Any]]) -> str | None:
@@ -288,4 +288,4 @@ if __name__ == "__main__":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         main(given)
     else:
-        steps.tell({"alone": alone, "together": together}[given.worker](given))
+        first_calls.tell({"alone": alone, "together": together}[given.worker](given))

@@ -1,20 +1,15 @@
-"""Whole training steps side by side: compiled, refused or timed; first calls, fresh processes."""
+"""Whole training steps side by side: compiled, refused or timed."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from . import timing
-
-MARK = "result: "  # begins the line of a process that its parent reads
 
 
 def reason(error: Exception) -> str:
@@ -62,6 +57,15 @@ def compare(
     return rows, samples
 
 
+def in_order(names: Sequence[str], turn: int) -> Sequence[str]:
+    """Returns names in the order of a round: each is first, then each is last, and so on."""
+    if not names:
+        return names
+    cycle, first = divmod(turn, len(names))
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if cycle % 2 else order
+
+
 def in_turns(
     programs: dict[str, Callable], state: Any, batch: Any, rounds: int, steps: int
 ) -> dict[str, list[float]]:
@@ -75,11 +79,8 @@ def in_turns(
         steps: steps of a reading, besides one that is not timed, behind the other program's.
     """
     found: dict[str, list[float]] = {name: [] for name in programs}
-    names = list(programs)
-    for turn in range(rounds if names else 0):
-        first = turn % len(names)
-        order = names[first:] + names[:first]
-        for name in order if turn // len(names) % 2 == 0 else order[::-1]:
+    for turn in range(rounds):
+        for name in in_order(list(programs), turn):
             state, result = programs[name](state, batch)
             jax.block_until_ready(result)
             begin = time.perf_counter()
@@ -88,60 +89,3 @@ def in_turns(
             jax.block_until_ready(result)
             found[name].append((time.perf_counter() - begin) / steps)
     return found
-
-
-def first_run(function: Any, *args: Any) -> tuple[jax.stages.Compiled, dict[str, float], Any]:
-    """Traces, lowers, compiles and runs a jitted function.
-
-    Returns:
-        (program, seconds of each phase, results): the phases are trace_s, lower_s, compile_s and
-        run_s.
-    """
-    reached, seconds = time.perf_counter(), {}
-
-    def lap(what: str) -> None:
-        nonlocal reached
-        now = time.perf_counter()
-        seconds[what], reached = now - reached, now
-
-    traced = function.trace(*args)
-    lap("trace_s")
-    lowered = traced.lower()
-    lap("lower_s")
-    program = lowered.compile()
-    lap("compile_s")
-    result = jax.block_until_ready(program(*args))
-    lap("run_s")
-    return program, seconds, result
-
-
-def tell(found: dict[str, Any]) -> None:
-    """Prints what the parent of this process reads (`fresh_process`)."""
-    print(MARK + json.dumps(found))
-
-
-def fresh_process(
-    command: Sequence[str], patience: float, environment: Mapping[str, str]
-) -> dict[str, Any]:
-    """Returns what a fresh process tells, or {"failed": reason}.
-
-    Args:
-        command: what to run.
-        patience: seconds to wait for it.
-        environment: variables besides those of this process.
-    """
-    try:
-        run = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=patience,
-            env=os.environ | dict(environment),
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no answer in {patience} s"}
-    lines = [x.removeprefix(MARK) for x in run.stdout.splitlines() if x.startswith(MARK)]
-    if run.returncode or not lines:
-        errors = [x for x in run.stderr.splitlines() if "Error" in x] or run.stderr.splitlines()
-        return {"failed": (errors or ["no output"])[-1][:300]}
-    return json.loads(lines[-1])

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from .first_calls import PHASES
 from .markdown import grid, reasons, thousands, unique
 
 YARDSTICK = "jax_cudnn"
+CACHED = ", cached"  # ends the name of a contestant whose program is in JAX's cache
 
 
 def render(results: dict[str, Any]) -> str:
@@ -19,7 +21,7 @@ def render(results: dict[str, Any]) -> str:
         _, comma, remat = row["provider"].partition(",")
         ratio = (row["relative"] or {}).get(YARDSTICK + comma + remat)
         memory = row["peak_bytes"] or row["planned_bytes"]
-        parts = " + ".join(f"{row[n]:.1f}" for n in ("trace_s", "lower_s", "compile_s", "run_s"))
+        parts = " + ".join(f"{row[n]:.1f}" for n in PHASES)
         line = [thousands(row["length"]), str(row["batch"]), row["provider"]]
         line += [f"{row['tokens_per_s']:,.0f}", "-" if ratio is None else f"{ratio:.3f}"]
         line += [f"{row['ms']:.0f}", f"{row['tflops']:.0f}", f"{memory / 2**30:.1f}"]
@@ -34,9 +36,8 @@ def render_first_calls(results: dict[str, Any]) -> str:
     """Tabulates the seconds of first calls, by phase and in all, next to cuDNN's."""
     rows, body = results["rows"], []
     for row in (row for row in rows if row["refused"] is None):
-        _, comma, cached = row["provider"].partition(", cached")
-        ratio = row["relative"].get(YARDSTICK + comma + cached)
-        phases = (f"{row[n]:.2f}" for n in ("trace_s", "lower_s", "compile_s", "run_s"))
+        ratio = row["relative"].get(YARDSTICK + CACHED * row["provider"].endswith(CACHED))
+        phases = (f"{row[n]:.2f}" for n in PHASES)
         line = [row["work"], row["provider"], *phases, f"{row['first_s']:.2f}"]
         body.append([*line, f"{row['spread']:.0%}", "-" if ratio is None else f"{ratio:.2f}"])
     head = ["program", "attention", "trace", "lower", "compile", "run", "in all", "spread"]

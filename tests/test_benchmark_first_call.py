@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from benchmarks import results, run_first_call, steps
+from benchmarks import first_calls, results, run_first_call
+
+TELL = "import os; from benchmarks.first_calls import tell; "
 
 
 @pytest.fixture
@@ -68,16 +70,16 @@ def test_each_phase_is_measured():
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("from benchmarks import steps; print('x'); steps.tell({'a': 1.5})", {"a": 1.5}),
+        (TELL + "print('x'); tell({'a': 1.5})", {"a": 1.5}),
+        (TELL + "tell({'a': os.environ['B']})", {"a": "c"}),
         ("raise ValueError('no such thing')", {"failed": "ValueError: no such thing"}),
         ("pass", {"failed": "no output"}),
         ("import time; time.sleep(60)", {"failed": "no answer in 0.5 s"}),
-        ("import os; from benchmarks import steps; steps.tell({'a': os.environ['B']})", {"a": "c"}),
     ],
 )
 def test_what_a_fresh_process_tells(code, found):
     patience = 0.5 if "sleep" in code else 60
-    assert steps.fresh_process([sys.executable, "-c", code], patience, {"B": "c"}) == found
+    assert first_calls.fresh_process([sys.executable, "-c", code], patience, {"B": "c"}) == found
 
 
 def test_unknown_names_are_refused(capsys):

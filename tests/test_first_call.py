@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ def lower(gradient=False):
 def known(monkeypatch):
     """A function that returns JAX's kernels by digest, none at first."""
     monkeypatch.setattr(mosaic_gpu, ahead.KERNELS, {})
+    monkeypatch.setattr(ahead, "_thread", threading.local())
     monkeypatch.setenv(ahead.VARIABLE, "1")
     return lambda: getattr(mosaic_gpu, ahead.KERNELS)
 

@@ -180,6 +180,52 @@ def test_chosen_blocks_run_at_the_speed_that_the_page_says():
         assert says.format(*told) in " ".join((ROOT / f"docs/{page}.md").read_text().split())
 
 
+def test_jax_0_12_runs_at_the_speed_that_the_pages_say():
+    """Compares the ratio to PyTorch's cuDNN in both runs, as each had a GPU of its own."""
+
+    def ratios(name):
+        rows = results.load(ROOT / f"benchmarks/results/{name}.json")["rows"]
+        key = lambda row: tuple(row[x] for x in results.ROW_FIELDS[:7])
+        ours = [row for row in rows if row["provider"] == "flash_pallas"]
+        return {key(row): row["ratio_to_torch_cudnn"] for row in ours}
+
+    old, new, told = ratios("h200_jax011"), ratios("h200_jax012"), []
+    for direction in ("forward", "backward"):
+        found = [new[key] / old[key] for key in old if key[-1] == direction]
+        told += [f"{min(found):.2f}", f"{max(found):.2f}"]
+    rows = json.loads((ROOT / "benchmarks/results/without_producer.json").read_text())["rows"]
+    times = [row["time_ratio"] for row in rows if row["direction"] == "backward"]
+    changed = [row["nplate3"] / row["np"] for row in times]
+    told += [f"{min(changed):.2f}", f"{max(changed):.2f}"]
+    whole = f"{min(told[:4])} to {max(told[:4])} of the speed"
+    for page, says in {
+        PERFORMANCE: "the forward has {} to {} of the speed and the backward {} to {}.",
+        "docs/limits.md": "has {} to {} of its speed with jax 0.11.2, the backward {} to {}",
+        "README.md": f"a form with {whole}",
+        "docs/internals/pitfalls.md": f"they run at {whole} with 0.11.2",
+    }.items():
+        assert says.format(*told) in " ".join((ROOT / page).read_text().split())
+    text = " ".join((ROOT / PERFORMANCE).read_text().split())
+    assert "takes {4} to {5} of the time of the old one".format(*told) in text
+
+
+def test_first_calls_take_the_seconds_that_the_page_says():
+    rows = results.load(ROOT / "benchmarks/results/first_call.json")["rows"]
+    found = {(row["provider"], row["work"]): f"{row['first_s']:.1f}" for row in rows}
+    names = {
+        "flash_pallas": "flash_pallas, all ahead",
+        "flash_pallas, nothing compiled ahead": "flash_pallas, none ahead",
+        "flash_pallas, in JAX's persistent cache": "flash_pallas, cached",
+        "`jax.nn` on cuDNN, which brings its kernels compiled": "jax_cudnn",
+    }
+    page = (ROOT / "docs/first-call.md").read_text()
+    for told, name in names.items():
+        seconds = [found[name, work] for work in ("forward", "gradient", "training step")]
+        if told == "flash_pallas":  # a forward's only kernel is not compiled ahead
+            seconds[0] = "-"
+        assert f"| {told} | {' | '.join(seconds)} |" in page
+
+
 class Cell(NamedTuple):
     """Call that a speed relative to FlashAttention-4 is of."""
 
