@@ -12,7 +12,6 @@ float8_e4m3fn and takes the fewest instructions to make. Wider blocks the produc
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,22 +24,20 @@ from ..common.pipeline import swizzles
 from . import inline_columns
 from .consumer import Consumer, Folded, QueryFragments
 from .dequantize import key_rows, value_of, value_rows
-from .loads import Pages
 from .plan import DecodeCta, Keys
 from .scaled_rows import load_scaled
 
 # In float16 weights are at most 2**14 and not 1, so that those of 2**-28 are rounded as 1 is.
 WEIGHT_BITS = 14.0
-LEAST_SCALE = 2.0**-100  # of pages of V: smaller ones are as this one to float16 weights
 
 
 class PageScales(NamedTuple):
-    """Scales of the pages that the next block lies in; page ids are loaded another block ahead."""
+    """Scales of the pages of one block; see Pages.hand_over."""
 
-    following: tuple  # int32 pages of the block after it
     k: tuple  # f32, one a piece
-    v: tuple  # likewise
-    largest: Any  # f32 of all scales of V so far: O is counted in it, so that weights stay small
+    v: tuple  # likewise, in units of `unit`
+    shrink: Any  # f32, of O in the former unit to make it one in the new one
+    unit: Any  # f32
 
 
 def per_column(x, shape):
@@ -102,27 +99,16 @@ class ColumnConsumer(Consumer):
         return Folded(
             plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), inline.COLS),
             plgpu.layout_cast(sums, inline.WGMMA),
-            self.page_scales(cta, keys) if self.plan.page_scales else None,
+            jnp.float32(1.0) if self.plan.page_scales else None,
         )
 
-    def page_scales(self, cta: DecodeCta, keys: Keys, use=-1, known: PageScales | None = None):
-        """Returns the page scales of the block after this use; `known` may have its page ids."""
-        pages, block = Pages(self.plan), keys.block(use + 1)
-        places = known.following if known else pages.places(cta, block)
-        k, v = pages.scales(cta, keys, block, places)
-        largest = known.largest if known else jnp.float32(LEAST_SCALE)
-        return PageScales(pages.places(cta, keys.block(use + 2)), k, v, largest)
-
-    def scaled_weights(self, p, own: PageScales, following):
-        """Scales the weights of a block by its scales of V, in units of the largest scale so far.
-
-        Returns:
-            (weights, previous largest scale in these units, `following` with the largest).
-        """
-        largest = functools.reduce(jnp.maximum, map(jnp.abs, own.v), own.largest)
-        scales = [scale / largest for scale in own.v]
-        scaled = inline_columns.scale_rows(p, scales, self.plan.interpret)
-        return scaled, own.largest / largest, following._replace(largest=largest)
+    def page_scales(self, cta: DecodeCta, use) -> PageScales | None:
+        """Returns the scales of a block of K that has arrived, or None."""
+        if not self.plan.page_scales:
+            return None
+        slot, pieces = cta.k.slot(use), range(self.plan.pieces)
+        k, v = (tuple(cta.smem.scales[kind, slot, i] for i in pieces) for kind in range(2))
+        return PageScales(k, v, cta.smem.units[0, slot], cta.smem.units[1, slot])
 
     def step(
         self,
@@ -140,9 +126,7 @@ class ColumnConsumer(Consumer):
         Operands in shared memory leave PV in flight, so that it overlaps with QK^T of the next
         block; above head dim 256 the slot is given back at once, as there are few.
         """
-        pages = folded.pages
-        following = self.page_scales(cta, keys, use, pages) if pages else None
-        s = self.qk(cta, use)
+        s, pages = self.qk(cta, use)
         if pages:
             s = inline_columns.scale_rows(s, pages.k, self.plan.interpret)
         first = keys.block(use) * self.plan.blocks.block_kv
@@ -156,8 +140,8 @@ class ColumnConsumer(Consumer):
         p = jnp.exp2((x - per_column(finite, x.shape)) * log2_scale + self.weight_bits)
         l = folded.l * per_column(alpha, p.shape) + p
         if pages:
-            p, shrink, following = self.scaled_weights(p, pages, following)
-            alpha = alpha * shrink
+            p = inline_columns.scale_rows(p, pages.v, self.plan.interpret)
+            alpha = alpha * pages.shrink
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_column(alpha, o.shape)
         # Waiting for V after P is stored is better where nothing is to be cleared.
@@ -170,11 +154,12 @@ class ColumnConsumer(Consumer):
         if not masked and not self.plan.shares:
             cta.v.wait_full(use)
         self.multiply_values(cta, use, o_acc)
-        return Folded(m, l, following)
+        return Folded(m, l, pages.unit if pages else None)
 
-    def qk(self, cta: DecodeCta, use):
-        """Returns S^T of a block; K of this use and V of the one before have then been read."""
+    def qk(self, cta: DecodeCta, use) -> tuple:
+        """Returns (S^T, PageScales or None) of a block; its K, and V of the one before, are read."""
         cta.k.wait_full(use)
+        pages = self.page_scales(cta, use)
 
         def matmul(s_acc):
             k = cta.smem.k.at[self.plan.slot(cta.k, use)]
@@ -190,7 +175,7 @@ class ColumnConsumer(Consumer):
             cta.k.release(use)
         if self.plan.defers:
             pl.when(use > 0)(lambda: cta.v.release(use - 1))
-        return s
+        return s, pages
 
     def clear_values(self, cta: DecodeCta, keys: Keys, use):
         """Waits for V and zeroes the padding of the block; int8 has no NaN and stays as it is."""
@@ -252,7 +237,7 @@ class ColumnConsumer(Consumer):
         inline.warpgroup_barrier(self.plan.interpret)
         l = inline_columns.reduce_rows("add", folded.l, cta.smem.across, self.plan.interpret)
         inverse, lse, shift = self.finish(cta, folded.m, l, self.weight_bits)
-        v_scale = folded.pages.largest if folded.pages else held.v_scale
+        v_scale = held.v_scale if folded.unit is None else folded.unit
         if v_scale is not None:
             inverse = inverse * v_scale
         o = (o * per_column(inverse, o.shape)).astype(cta.smem.o.dtype)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..common.pipeline import Ring
 from .dequantize import widen
-from .loads import DecodeProducer, Pages
+from .loads import LEAST_SCALE, DecodeProducer, Pages
 from .plan import DecodeCta, DecodePlan, Keys
 from .tiles import takes_wide
 
@@ -51,26 +51,27 @@ class DequantizingProducer:
 
         def step(n, state):
             # Ids of pages are loaded a block before they are used, and so are scales.
-            coming, own, scales = state
+            coming, own, scales, largest = state
             following = (
                 places(cta, keys.block(n + ahead + 1)),
                 self.own_places(cta, keys.block(n + 2)),
                 self.scales(cta, keys, keys.block(n + 1), own),
             )
             for kind in self.plan.kinds:
-                self.widen(cta, keys, kind, n, scales)
+                largest = self.widen(cta, keys, kind, n, scales, largest)
                 again = functools.partial(
                     self.fetch, cta, kind, n + ahead, keys.block(n + ahead), coming
                 )
                 pl.when(n + ahead < keys.stop)(again)
             self.pages.prefetch_scales(cta, following[0])
-            return following
+            return *following, largest
 
         first, own = (places(cta, keys.block(n)) for n in (0, 1))
         scales = self.scales(cta, keys, keys.block(0), first)
-        own = own if plan.hands_scales else ()
+        own = own if plan.page_scales else ()
+        largest = jnp.float32(LEAST_SCALE) if self.units else ()
         coming = places(cta, keys.block(ahead))
-        lax.fori_loop(jnp.int32(0), keys.stop, step, (coming, own, scales))
+        lax.fori_loop(jnp.int32(0), keys.stop, step, (coming, own, scales, largest))
 
         @pl.loop(keys.stop, guessed)
         def _(n):  # Blocks that nobody needed arrive all the same.
@@ -99,8 +100,11 @@ class DequantizingProducer:
         tile, barrier = cta.smem.raw[kind].at[slot], cta.bars.raw_full[kind].at[slot]
         DecodeProducer(self.plan).copy(cta, source, tile, barrier, block, places)
 
-    def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales: tuple):
-        """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that matmuls read."""
+    def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales: tuple, largest):
+        """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that matmuls read.
+
+        `scales` and `largest`, with what it returns: see Pages.hand_over; () where there are none.
+        """
         raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
         tile = (cta.smem.k, cta.smem.v)[kind].at[ring.slot(use)]
@@ -122,13 +126,21 @@ class DequantizingProducer:
                 for _, target in tiles:
                     self.plan.clear_padding(target, keys, first, swizzle)
 
-        if self.plan.hands_scales:
+        if self.units and kind == 0:
+            largest = self.pages.hand_over(cta, ring.slot(use), scales, largest)
+        elif self.plan.page_scales and not self.units:
             for own in range(2) if self.plan.shares else (kind,):
                 for i, scale in enumerate(scales[own]):
                     cta.smem.scales[own, ring.slot(use), i] = scale
         # Behind its barrier, every thread has read what the next copy overwrites.
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring.full.at[ring.slot(use)])
+        return largest
+
+    @property
+    def units(self) -> bool:
+        """True if scales of V are handed over in units of the largest: see Pages.hand_over."""
+        return self.plan.page_scales and self.plan.blocks.upright
 
     @property
     def clears(self) -> bool:
@@ -149,8 +161,8 @@ class DequantizingProducer:
 
     def own_places(self, cta: DecodeCta, j) -> tuple:
         """Returns the pages of the j-th block's pieces if their scales are handed on; else ()."""
-        return self.pages.places(cta, j) if self.plan.hands_scales else ()
+        return self.pages.places(cta, j) if self.plan.page_scales else ()
 
     def scales(self, cta: DecodeCta, keys: Keys, j, places: tuple) -> tuple:
         """Returns Pages.scales of the j-th block if these are handed on; else ()."""
-        return self.pages.scales(cta, keys, j, places) if self.plan.hands_scales else ()
+        return self.pages.scales(cta, keys, j, places) if self.plan.page_scales else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +16,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from ...gpu.inline import i32_constant, splat
 from ..common.pipeline import rows_of
 from .plan import DecodeCta, DecodePlan, Keys
+
+LEAST_SCALE = 2.0**-100  # of pages of V: smaller ones are as this one to float16 weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,26 +47,62 @@ class Pages:
 
     def scales(self, cta: DecodeCta, keys: Keys, j, places: tuple) -> tuple:
         """Returns (scales of K, scales of V) of the j-th block, f32, one for each piece."""
+        return self.existing(keys, j, self.loaded_scales(cta, places))
 
-        def scale(of, i, page):
+    def loaded_scales(self, cta: DecodeCta, places: tuple) -> tuple:
+        """Loads what `scales` returns, of padding too."""
+
+        def scale(of, page):
             if of is None:
                 return jnp.float32(1.0)
-            found = of[page if of.shape[0] > 1 else 0, cta.head]
-            # That of a page of padding may be NaN, as its keys may.
+            return of[page if of.shape[0] > 1 else 0, cta.head]
+
+        kinds = cta.gmem.k_scale, cta.gmem.v_scale
+        return tuple(tuple(scale(of, page) for page in places) for of in kinds)
+
+    def existing(self, keys: Keys, j, scales: tuple) -> tuple:
+        """Returns the scales of the j-th block with 1 for pages of padding, where they may be NaN.
+
+        Their keys may be, too.
+        """
+
+        def scale(found, i):
             first = self.first_key(j, i)
             exists = first < keys.length
             if keys.start is not None:
                 exists = exists & (first + self.plan.piece_rows > keys.start)
             return lax.select(exists, found, jnp.float32(1.0))
 
-        kinds = cta.gmem.k_scale, cta.gmem.v_scale
-        return tuple(tuple(scale(of, i, page) for i, page in enumerate(places)) for of in kinds)
+        return tuple(tuple(scale(x, i) for i, x in enumerate(kind)) for kind in scales)
+
+    def hand_over(self, cta: DecodeCta, slot, scales: tuple, largest):
+        """Puts the scales of a block of an upright kernel in shared memory; the producer calls it.
+
+        Those of V are divided by the largest of all so far, in whose units O is counted: weights,
+        which are float16, stay small.
+
+        Args:
+            cta: the CTA.
+            slot: that of the block of K.
+            scales: of `existing`.
+            largest: f32, of the blocks before.
+
+        Returns:
+            The largest with those of this block.
+        """
+        k, v = scales
+        new = functools.reduce(jnp.maximum, map(jnp.abs, v), largest)
+        for i, pair in enumerate(zip(k, v, strict=True)):
+            cta.smem.scales[0, slot, i] = pair[0]
+            cta.smem.scales[1, slot, i] = pair[1] / new
+        cta.smem.units[0, slot], cta.smem.units[1, slot] = largest / new, new
+        return new
 
     def prefetch_scales(self, cta: DecodeCta, places: tuple):
         """Has the scales of pages brought to L2, if pages have their own; the producer calls it.
 
-        It is several blocks ahead of the matmuls, and `scales` one, about 1 us, in which a busy
-        memory may not answer.
+        One that widens is several blocks ahead of the matmuls, and loads scales one ahead, about
+        1 us, in which a busy memory may not answer.
         """
         if not self.plan.page_scales or self.plan.interpret:
             return
@@ -106,21 +145,55 @@ class DecodeProducer:
             guessed, first = lax.optimization_barrier((guessed, first))
         pl.when(guessed > 0)(lambda: self.guess(cta, guessed, first))
         keys = self.plan.keys(cta)
+        if self.plan.v_slots < self.plan.slots:
+            self.load_keys_ahead(cta, keys, guessed)
+        elif self.plan.page_scales:
+            self.load_scaled(cta, keys, guessed)
+        else:
+            self.load_all(cta, keys, guessed)
+        cta.k.drain(keys.stop)
+        if not self.plan.shares:
+            cta.v.drain(keys.stop)
+
+    def load_all(self, cta: DecodeCta, keys: Keys, guessed):
+        """Loads all blocks, one after the other."""
 
         def load(n, places):
             # The ids of the next block's pages arrive while this block waits for its slot.
             following = self.pages.places(cta, keys.block(n + 1))
             self.load(cta, keys, guessed, n, places)
-            self.pages.prefetch_scales(cta, following)
             return following
 
-        if self.plan.v_slots < self.plan.slots:
-            self.load_keys_ahead(cta, keys, guessed)
-        else:
-            lax.fori_loop(jnp.int32(0), keys.stop, load, self.pages.places(cta, keys.block(0)))
-        cta.k.drain(keys.stop)
-        if not self.plan.shares:
-            cta.v.drain(keys.stop)
+        lax.fori_loop(jnp.int32(0), keys.stop, load, self.pages.places(cta, keys.block(0)))
+
+    def load_scaled(self, cta: DecodeCta, keys: Keys, guessed):
+        """Loads all blocks, and hands the scales of their pages over with K.
+
+        The compute warpgroup would load them a block ahead, and a busy memory takes longer than a
+        block to answer. Here a block's scales are under way for two blocks, and its page ids, which
+        say where they are, for another one.
+        """
+        pages, full = self.pages, cta.bars.k_full
+        places = lambda n: pages.places(cta, keys.block(n))
+
+        def load(n, state):
+            (own, next_one, second), (scales, next_scales), largest = state
+            following = next_one, second, places(n + 3)
+            coming = next_scales, pages.loaded_scales(cta, second)
+            self.load(cta, keys, guessed, n, own)
+            scales = pages.existing(keys, keys.block(n), scales)
+            largest = pages.hand_over(cta, cta.k.slot(n), scales, largest)
+            plgpu.barrier_arrive(full.at[cta.k.slot(n)])
+            return following, coming, largest
+
+        first = tuple(places(n) for n in range(3))
+        scales = tuple(pages.loaded_scales(cta, own) for own in first[:2])
+        begin = first, scales, jnp.float32(LEAST_SCALE)
+        lax.fori_loop(jnp.int32(0), keys.stop, load, begin)
+
+        @pl.loop(keys.stop, guessed)
+        def _(n):  # Blocks that nobody needed have no scales.
+            plgpu.barrier_arrive(full.at[cta.k.slot(n)])
 
     def load_keys_ahead(self, cta: DecodeCta, keys: Keys, guessed):
         """Loads all blocks, each of K before the block of V that precedes it.
@@ -156,7 +229,6 @@ class DecodeProducer:
             self.copy_k(cta, n, block, places)
             if self.plan.blocks.upright and not self.plan.shares:
                 self.plan.where_v_has(n, lambda: self.copy_v(cta, n, block, places))
-            self.pages.prefetch_scales(cta, places)
 
         if first is not None:
             copy(jnp.int32(0), first)

@@ -375,7 +375,10 @@ class DecodeSmem(NamedTuple):
     # part_columns].
     ring: Any
     raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
-    scales: Any = None  # f32[2, slots, pieces], of the pages of the blocks in k and v
+    # Of the pages of the blocks, f32[2, slots, pieces]: of K in the slots of k, and of V in those of
+    # v or, where queries are columns, in units of the second of `units` in those of k.
+    scales: Any = None
+    units: Any = None  # f32[2, slots of k]: the former unit in the new one, and the new one
     p: Any = None  # [queries, block_kv] weights, where queries are columns
     across: Any = None  # f32[WARPS, queries] that the warps exchange, likewise
     q_scale: Any = None  # f32[queries] that Q was divided by, where it was made float16
@@ -414,7 +417,8 @@ class DecodeSmem(NamedTuple):
 class DecodeBarriers(NamedTuple):
     """The mbarriers of one CTA: those of k and v, one for each slot.
 
-    A full one gets one arrival of each copy; where the producer widens blocks, one of the producer.
+    A full one gets one arrival of each copy, and that of k another one where scales are handed over
+    with it; where the producer widens blocks, one of the producer.
     """
 
     k_full: Any
@@ -544,13 +548,8 @@ class DecodeLayout:
         return self.in_memory and takes_wide(self.problem)
 
     @property
-    def hands_scales(self) -> bool:
-        """True if the producer puts the scales of pages next to the blocks that it widens."""
-        return self.page_scales and self.in_memory and not self.blocks.upright
-
-    @property
     def page_scales(self) -> bool:
-        """True if scales differ from page to page."""
+        """True if scales differ from page to page; the producer puts them next to the blocks."""
         return "page_scales" in self.problem.features
 
     @property
@@ -603,10 +602,14 @@ class DecodeLayout:
             q_scale = row_buffer((rows,)) if self.in_registers else None
             p, across = tile((rows, block), self.p_swizzle(*of_v)), row_buffer((WARPS, rows))
             smem = smem._replace(p=p, across=across, q_scale=q_scale)
+        if self.page_scales:
+            units = row_buffer((2, slots)) if self.blocks.upright else None
+            smem = smem._replace(scales=row_buffer((2, slots, self.pieces)), units=units)
         if self.in_memory:
-            scales = row_buffer((2, slots, self.pieces)) if self.hands_scales else None
-            smem = smem._replace(raw=self.raw(self.blocks.stages), scales=scales)
+            smem = smem._replace(raw=self.raw(self.blocks.stages))
             return smem, self.widened_barriers(copied)
+        if self.page_scales:
+            copied = barrier(self.pieces + 1, slots)
         if self.blocks.upright:
             return smem, DecodeBarriers(copied, empty, *of_values)
         if self.shares:
