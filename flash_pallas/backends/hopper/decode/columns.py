@@ -157,7 +157,7 @@ class ColumnConsumer(Consumer):
         return Folded(m, l, pages.unit if pages else None)
 
     def qk(self, cta: DecodeCta, use) -> tuple:
-        """Returns (S^T, PageScales or None) of a block; its K, and V of the one before, are read."""
+        """Returns (S^T, PageScales or None) of a block; it and the V before have then been read."""
         cta.k.wait_full(use)
         pages = self.page_scales(cta, use)
 

@@ -375,10 +375,10 @@ class DecodeSmem(NamedTuple):
     # part_columns].
     ring: Any
     raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
-    # Of the pages of the blocks, f32[2, slots, pieces]: of K in the slots of k, and of V in those of
-    # v or, where queries are columns, in units of the second of `units` in those of k.
+    # Of the pages of the blocks, f32[2, slots, pieces]: those of K in the slots of k, those of V in
+    # the slots of v. Where queries are columns, both in those of k, and V's in the new unit.
     scales: Any = None
-    units: Any = None  # f32[2, slots of k]: the former unit in the new one, and the new one
+    units: Any = None  # f32[2, slots]: the former unit in the new one, and the new one
     p: Any = None  # [queries, block_kv] weights, where queries are columns
     across: Any = None  # f32[WARPS, queries] that the warps exchange, likewise
     q_scale: Any = None  # f32[queries] that Q was divided by, where it was made float16
