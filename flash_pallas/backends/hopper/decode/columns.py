@@ -12,7 +12,8 @@ float8_e4m3fn and takes the fewest instructions to make. Wider blocks the produc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -27,17 +28,16 @@ from .dequantize import key_rows, value_of, value_rows
 from .plan import DecodeCta, Keys
 from .scaled_rows import load_scaled
 
+LEAST_SCALE = 2.0**-100  # of pages of V: smaller ones are as this one to float16 weights
 # In float16 weights are at most 2**14 and not 1, so that those of 2**-28 are rounded as 1 is.
 WEIGHT_BITS = 14.0
 
 
 class PageScales(NamedTuple):
-    """Scales of the pages of one block; see Pages.hand_over."""
+    """Scales of the pages of one block, f32, one a piece."""
 
-    k: tuple  # f32, one a piece
-    v: tuple  # likewise, in units of `unit`
-    shrink: Any  # f32, of O in the former unit to make it one in the new one
-    unit: Any  # f32
+    k: tuple
+    v: tuple
 
 
 def per_column(x, shape):
@@ -99,7 +99,7 @@ class ColumnConsumer(Consumer):
         return Folded(
             plgpu.layout_cast(jnp.full((columns,), -jnp.inf, jnp.float32), inline.COLS),
             plgpu.layout_cast(sums, inline.WGMMA),
-            jnp.float32(1.0) if self.plan.page_scales else None,
+            jnp.float32(LEAST_SCALE) if self.plan.page_scales else None,
         )
 
     def page_scales(self, cta: DecodeCta, use) -> PageScales | None:
@@ -107,8 +107,19 @@ class ColumnConsumer(Consumer):
         if not self.plan.page_scales:
             return None
         slot, pieces = cta.k.slot(use), range(self.plan.pieces)
-        k, v = (tuple(cta.smem.scales[kind, slot, i] for i in pieces) for kind in range(2))
-        return PageScales(k, v, cta.smem.units[0, slot], cta.smem.units[1, slot])
+        of = lambda kind: tuple(cta.smem.scales[kind, slot, i] for i in pieces)
+        return PageScales(of(0), of(1))
+
+    def scaled_weights(self, p, scales: tuple, unit):
+        """Scales the weights of a block by its scales of V, in units of the largest so far.
+
+        Returns:
+            (weights, the former unit in the new one, the new unit).
+        """
+        largest = functools.reduce(jnp.maximum, map(jnp.abs, scales), unit)
+        inverse = 1.0 / largest
+        scaled = [scale * inverse for scale in scales]
+        return inline_columns.scale_rows(p, scaled, self.plan.interpret), unit * inverse, largest
 
     def step(
         self,
@@ -126,7 +137,7 @@ class ColumnConsumer(Consumer):
         Operands in shared memory leave PV in flight, so that it overlaps with QK^T of the next
         block; above head dim 256 the slot is given back at once, as there are few.
         """
-        s, pages = self.qk(cta, use)
+        (s, pages), unit = self.qk(cta, use), folded.unit
         if pages:
             s = inline_columns.scale_rows(s, pages.k, self.plan.interpret)
         first = keys.block(use) * self.plan.blocks.block_kv
@@ -140,8 +151,8 @@ class ColumnConsumer(Consumer):
         p = jnp.exp2((x - per_column(finite, x.shape)) * log2_scale + self.weight_bits)
         l = folded.l * per_column(alpha, p.shape) + p
         if pages:
-            p = inline_columns.scale_rows(p, pages.v, self.plan.interpret)
-            alpha = alpha * pages.shrink
+            p, shrink, unit = self.scaled_weights(p, pages.v, unit)
+            alpha = alpha * shrink
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_column(alpha, o.shape)
         # Waiting for V after P is stored is better where nothing is to be cleared.
@@ -154,7 +165,7 @@ class ColumnConsumer(Consumer):
         if not masked and not self.plan.shares:
             cta.v.wait_full(use)
         self.multiply_values(cta, use, o_acc)
-        return Folded(m, l, pages.unit if pages else None)
+        return Folded(m, l, unit)
 
     def qk(self, cta: DecodeCta, use) -> tuple:
         """Returns (S^T, PageScales or None) of a block; it and the V before have then been read."""

@@ -38,7 +38,7 @@ class Folded(NamedTuple):
 
     m: Any  # f32, one a row of queries: the largest logit so far, as core.scores.Logits.x
     l: Any  # f32, several a row: running sums, each of one thread's own weights
-    unit: Any = None  # f32 that O is counted in, where pages have scales of V
+    unit: Any = None  # f32 that O is counted in, where pages have scales: V's largest so far
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..common.pipeline import Ring
 from .dequantize import widen
-from .loads import LEAST_SCALE, DecodeProducer, Pages
+from .loads import DecodeProducer, Pages
 from .plan import DecodeCta, DecodePlan, Keys
 from .tiles import takes_wide
 
@@ -51,27 +51,26 @@ class DequantizingProducer:
 
         def step(n, state):
             # Ids of pages are loaded a block before they are used, and so are scales.
-            coming, own, scales, largest = state
+            coming, own, scales = state
             following = (
                 places(cta, keys.block(n + ahead + 1)),
                 self.own_places(cta, keys.block(n + 2)),
                 self.scales(cta, keys, keys.block(n + 1), own),
             )
             for kind in self.plan.kinds:
-                largest = self.widen(cta, keys, kind, n, scales, largest)
+                self.widen(cta, keys, kind, n, scales)
                 again = functools.partial(
                     self.fetch, cta, kind, n + ahead, keys.block(n + ahead), coming
                 )
                 pl.when(n + ahead < keys.stop)(again)
             self.pages.prefetch_scales(cta, following[0])
-            return *following, largest
+            return following
 
         first, own = (places(cta, keys.block(n)) for n in (0, 1))
         scales = self.scales(cta, keys, keys.block(0), first)
         own = own if plan.page_scales else ()
-        largest = jnp.float32(LEAST_SCALE) if self.units else ()
         coming = places(cta, keys.block(ahead))
-        lax.fori_loop(jnp.int32(0), keys.stop, step, (coming, own, scales, largest))
+        lax.fori_loop(jnp.int32(0), keys.stop, step, (coming, own, scales))
 
         @pl.loop(keys.stop, guessed)
         def _(n):  # Blocks that nobody needed arrive all the same.
@@ -100,11 +99,8 @@ class DequantizingProducer:
         tile, barrier = cta.smem.raw[kind].at[slot], cta.bars.raw_full[kind].at[slot]
         DecodeProducer(self.plan).copy(cta, source, tile, barrier, block, places)
 
-    def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales: tuple, largest):
-        """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that matmuls read.
-
-        `scales` and `largest`, with what it returns: see Pages.hand_over; () where there are none.
-        """
+    def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales: tuple):
+        """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that matmuls read."""
         raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
         tile = (cta.smem.k, cta.smem.v)[kind].at[ring.slot(use)]
@@ -126,21 +122,17 @@ class DequantizingProducer:
                 for _, target in tiles:
                     self.plan.clear_padding(target, keys, first, swizzle)
 
-        if self.units and kind == 0:
-            largest = self.pages.hand_over(cta, ring.slot(use), scales, largest)
-        elif self.plan.page_scales and not self.units:
-            for own in range(2) if self.plan.shares else (kind,):
-                for i, scale in enumerate(scales[own]):
-                    cta.smem.scales[own, ring.slot(use), i] = scale
+        if self.plan.page_scales:
+            self.pages.hand_over(cta, ring.slot(use), scales, self.handed_with(kind))
         # Behind its barrier, every thread has read what the next copy overwrites.
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring.full.at[ring.slot(use)])
-        return largest
 
-    @property
-    def units(self) -> bool:
-        """True if scales of V are handed over in units of the largest: see Pages.hand_over."""
-        return self.plan.page_scales and self.plan.blocks.upright
+    def handed_with(self, kind: int) -> range:
+        """Returns the kinds whose scales are handed over with K (kind 0) or V (kind 1)."""
+        if self.plan.blocks.upright or self.plan.shares:
+            return range(2 if kind == 0 else 0)
+        return range(kind, kind + 1)
 
     @property
     def clears(self) -> bool:

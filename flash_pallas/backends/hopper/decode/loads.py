@@ -17,7 +17,7 @@ from ...gpu.inline import i32_constant, splat
 from ..common.pipeline import rows_of
 from .plan import DecodeCta, DecodePlan, Keys
 
-LEAST_SCALE = 2.0**-100  # of pages of V: smaller ones are as this one to float16 weights
+PIECES_AT_ONCE = 4  # of the first blocks, see DecodeProducer.at_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,28 +75,11 @@ class Pages:
 
         return tuple(tuple(scale(x, i) for i, x in enumerate(kind)) for kind in scales)
 
-    def hand_over(self, cta: DecodeCta, slot, scales: tuple, largest):
-        """Puts the scales of a block of an upright kernel in shared memory; the producer calls it.
-
-        Those of V are divided by the largest of all so far, in whose units O is counted: weights,
-        which are float16, stay small.
-
-        Args:
-            cta: the CTA.
-            slot: that of the block of K.
-            scales: of `existing`.
-            largest: f32, of the blocks before.
-
-        Returns:
-            The largest with those of this block.
-        """
-        k, v = scales
-        new = functools.reduce(jnp.maximum, map(jnp.abs, v), largest)
-        for i, pair in enumerate(zip(k, v, strict=True)):
-            cta.smem.scales[0, slot, i] = pair[0]
-            cta.smem.scales[1, slot, i] = pair[1] / new
-        cta.smem.units[0, slot], cta.smem.units[1, slot] = largest / new, new
-        return new
+    def hand_over(self, cta: DecodeCta, slot, scales: tuple, kinds=range(2)):
+        """Puts the scales of a block of K (kind 0) and V (1) next to it; the producer calls it."""
+        for kind in kinds:
+            for i, scale in enumerate(scales[kind]):
+                cta.smem.scales[kind, slot, i] = scale
 
     def prefetch_scales(self, cta: DecodeCta, places: tuple):
         """Has the scales of pages brought to L2, if pages have their own; the producer calls it.
@@ -138,19 +121,30 @@ class DecodeProducer:
 
     def __call__(self, cta: DecodeCta):
         """Loads all blocks of this CTA, then waits for their release."""
-        guessed, first = self.plan.guessed(cta), None
-        if cta.gmem.ends is not None and self.plan.guesses:
-            # What says whether there is a row, and the ids of the first pages, come at one time.
-            first = self.pages.places(cta, cta.split)
+        guessed, first = self.plan.guessed(cta), ()
+        if self.plan.guesses and cta.gmem.page_table is not None:
+            # The ids of the first pages, and what says whether there is a row, come at one time.
+            block = lambda n: cta.split + n * self.plan.blocks.num_splits
+            first = tuple(self.pages.places(cta, block(n)) for n in range(self.at_once))
             guessed, first = lax.optimization_barrier((guessed, first))
         pl.when(guessed > 0)(lambda: self.guess(cta, guessed, first))
+        if self.plan.page_scales:
+            self.load_scaled(cta, guessed, first)
+            return
         keys = self.plan.keys(cta)
         if self.plan.v_slots < self.plan.slots:
             self.load_keys_ahead(cta, keys, guessed)
-        elif self.plan.page_scales:
-            self.load_scaled(cta, keys, guessed)
         else:
             self.load_all(cta, keys, guessed)
+        self.drain(cta, keys)
+
+    @property
+    def at_once(self) -> int:
+        """Number of first blocks whose pages are looked up before the first is copied."""
+        return min(max(1, PIECES_AT_ONCE // self.plan.pieces), self.plan.blocks.stages)
+
+    def drain(self, cta: DecodeCta, keys: Keys):
+        """Waits for the release of all blocks."""
         cta.k.drain(keys.stop)
         if not self.plan.shares:
             cta.v.drain(keys.stop)
@@ -166,34 +160,36 @@ class DecodeProducer:
 
         lax.fori_loop(jnp.int32(0), keys.stop, load, self.pages.places(cta, keys.block(0)))
 
-    def load_scaled(self, cta: DecodeCta, keys: Keys, guessed):
+    def load_scaled(self, cta: DecodeCta, guessed, known: tuple):
         """Loads all blocks, and hands the scales of their pages over with K.
 
         The compute warpgroup would load them a block ahead, and a busy memory takes longer than a
         block to answer. Here a block's scales are under way for two blocks, and its page ids, which
-        say where they are, for another one.
+        say where they are, for another one. `known` are the places of the first blocks, if any.
         """
         pages, full = self.pages, cta.bars.k_full
+        scales = tuple(pages.loaded_scales(cta, own) for own in known[:2])
+        keys = self.plan.keys(cta)
         places = lambda n: pages.places(cta, keys.block(n))
 
         def load(n, state):
-            (own, next_one, second), (scales, next_scales), largest = state
+            (own, next_one, second), (scales, next_scales) = state
             following = next_one, second, places(n + 3)
             coming = next_scales, pages.loaded_scales(cta, second)
             self.load(cta, keys, guessed, n, own)
-            scales = pages.existing(keys, keys.block(n), scales)
-            largest = pages.hand_over(cta, cta.k.slot(n), scales, largest)
+            pages.hand_over(cta, cta.k.slot(n), pages.existing(keys, keys.block(n), scales))
             plgpu.barrier_arrive(full.at[cta.k.slot(n)])
-            return following, coming, largest
+            return following, coming
 
-        first = tuple(places(n) for n in range(3))
-        scales = tuple(pages.loaded_scales(cta, own) for own in first[:2])
-        begin = first, scales, jnp.float32(LEAST_SCALE)
-        lax.fori_loop(jnp.int32(0), keys.stop, load, begin)
+        first = known[:3] + tuple(places(n) for n in range(len(known), 3))
+        scales += tuple(pages.loaded_scales(cta, own) for own in first[len(scales) : 2])
+        lax.fori_loop(jnp.int32(0), keys.stop, load, (first, scales))
 
         @pl.loop(keys.stop, guessed)
         def _(n):  # Blocks that nobody needed have no scales.
             plgpu.barrier_arrive(full.at[cta.k.slot(n)])
+
+        self.drain(cta, keys)
 
     def load_keys_ahead(self, cta: DecodeCta, keys: Keys, guessed):
         """Loads all blocks, each of K before the block of V that precedes it.
@@ -215,12 +211,12 @@ class DecodeProducer:
         pl.when(new)(lambda: self.load_k(cta, keys, jnp.int32(0), first))
         lax.fori_loop(jnp.int32(0), keys.stop, load, (first, places(1)))
 
-    def guess(self, cta: DecodeCta, count, first: tuple | None):
+    def guess(self, cta: DecodeCta, count, known: tuple):
         """Issues the copies of the first blocks before the length is known.
 
         Sequences are seldom so short that they have no keys there, and the length takes as long to
         arrive as a block. If not upright, the producer clears the end of V before it hands V over,
-        so blocks of V wait for the length. `first` are the places of the first block, if known.
+        so blocks of V wait for the length. `known` are the places of the first blocks, if any.
         """
 
         def copy(n, places=None):
@@ -230,9 +226,9 @@ class DecodeProducer:
             if self.plan.blocks.upright and not self.plan.shares:
                 self.plan.where_v_has(n, lambda: self.copy_v(cta, n, block, places))
 
-        if first is not None:
-            copy(jnp.int32(0), first)
-        pl.loop(jnp.int32(first is not None), count)(copy)
+        for n, places in enumerate(known):
+            pl.when(n < count)(functools.partial(copy, jnp.int32(n), places))
+        pl.loop(jnp.int32(len(known)), count)(copy)
 
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of K into the slot of the n-th."""

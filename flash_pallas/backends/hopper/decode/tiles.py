@@ -376,9 +376,8 @@ class DecodeSmem(NamedTuple):
     ring: Any
     raw: Any = None  # blocks of K and V [stages, ...] in eight bits, that the producer widens
     # Of the pages of the blocks, f32[2, slots, pieces]: those of K in the slots of k, those of V in
-    # the slots of v. Where queries are columns, both in those of k, and V's in the new unit.
+    # the slots of v, or in those of k where queries are columns.
     scales: Any = None
-    units: Any = None  # f32[2, slots]: the former unit in the new one, and the new one
     p: Any = None  # [queries, block_kv] weights, where queries are columns
     across: Any = None  # f32[WARPS, queries] that the warps exchange, likewise
     q_scale: Any = None  # f32[queries] that Q was divided by, where it was made float16
@@ -603,8 +602,7 @@ class DecodeLayout:
             p, across = tile((rows, block), self.p_swizzle(*of_v)), row_buffer((WARPS, rows))
             smem = smem._replace(p=p, across=across, q_scale=q_scale)
         if self.page_scales:
-            units = row_buffer((2, slots)) if self.blocks.upright else None
-            smem = smem._replace(scales=row_buffer((2, slots, self.pieces)), units=units)
+            smem = smem._replace(scales=row_buffer((2, slots, self.pieces)))
         if self.in_memory:
             smem = smem._replace(raw=self.raw(self.blocks.stages))
             return smem, self.widened_barriers(copied)
