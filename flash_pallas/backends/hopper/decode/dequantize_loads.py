@@ -50,12 +50,11 @@ class DequantizingProducer:
             self.begin(cta, keys.first, lax.min(keys.stop, jnp.int32(ahead)))
 
         def step(n, state):
-            # Ids of pages are loaded a block before they are used, and so are scales.
-            coming, own, scales = state
+            # Ids of pages are loaded a block before they are used.
+            coming, scales = state
             following = (
                 places(cta, keys.block(n + ahead + 1)),
-                self.own_places(cta, keys.block(n + 2)),
-                self.scales(cta, keys, keys.block(n + 1), own),
+                self.pages.next_scales(cta, keys, n, scales),
             )
             for kind in self.plan.kinds:
                 self.widen(cta, keys, kind, n, scales)
@@ -63,14 +62,10 @@ class DequantizingProducer:
                     self.fetch, cta, kind, n + ahead, keys.block(n + ahead), coming
                 )
                 pl.when(n + ahead < keys.stop)(again)
-            self.pages.prefetch_scales(cta, following[0])
             return following
 
-        first, own = (places(cta, keys.block(n)) for n in (0, 1))
-        scales = self.scales(cta, keys, keys.block(0), first)
-        own = own if plan.page_scales else ()
-        coming = places(cta, keys.block(ahead))
-        lax.fori_loop(jnp.int32(0), keys.stop, step, (coming, own, scales))
+        first = places(cta, keys.block(ahead)), self.pages.first_scales(cta, keys)
+        lax.fori_loop(jnp.int32(0), keys.stop, step, first)
 
         @pl.loop(keys.stop, guessed)
         def _(n):  # Blocks that nobody needed arrive all the same.
@@ -90,7 +85,6 @@ class DequantizingProducer:
             places = self.pages.places(cta, own)
             for kind in self.plan.kinds:
                 self.fetch(cta, kind, n, own, places)
-            self.pages.prefetch_scales(cta, places)
 
     def fetch(self, cta: DecodeCta, kind: int, n, block, places: tuple):
         """Starts the copy of the n-th block of K (kind 0) or V (kind 1)."""
@@ -99,7 +93,7 @@ class DequantizingProducer:
         tile, barrier = cta.smem.raw[kind].at[slot], cta.bars.raw_full[kind].at[slot]
         DecodeProducer(self.plan).copy(cta, source, tile, barrier, block, places)
 
-    def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales: tuple):
+    def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales):
         """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that matmuls read."""
         raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
@@ -122,8 +116,9 @@ class DequantizingProducer:
                 for _, target in tiles:
                     self.plan.clear_padding(target, keys, first, swizzle)
 
-        if self.plan.page_scales:
-            self.pages.hand_over(cta, ring.slot(use), scales, self.handed_with(kind))
+        if scales is not None:
+            kinds = self.handed_with(kind)
+            self.pages.hand_over(cta, keys, use, ring.slot(use), scales.own, kinds)
         # Behind its barrier, every thread has read what the next copy overwrites.
         plgpu.commit_smem()
         plgpu.barrier_arrive(ring.full.at[ring.slot(use)])
@@ -150,11 +145,3 @@ class DequantizingProducer:
     def raw_ring(self, cta: DecodeCta, kind: int) -> Ring:
         """Returns the ring of blocks as they arrive; nobody else reads them."""
         return Ring(cta.bars.raw_full[kind], None, self.plan.blocks.stages)
-
-    def own_places(self, cta: DecodeCta, j) -> tuple:
-        """Returns the pages of the j-th block's pieces if their scales are handed on; else ()."""
-        return self.pages.places(cta, j) if self.plan.page_scales else ()
-
-    def scales(self, cta: DecodeCta, keys: Keys, j, places: tuple) -> tuple:
-        """Returns Pages.scales of the j-th block if these are handed on; else ()."""
-        return self.pages.scales(cta, keys, j, places) if self.plan.page_scales else ()

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.inline import i32_constant, splat
 from ..common.pipeline import rows_of
 from .plan import DecodeCta, DecodePlan, Keys
 
-PIECES_AT_ONCE = 4  # of the first blocks, see DecodeProducer.at_once
+
+class ScalesAhead(NamedTuple):
+    """Scales of the pages of blocks to come, as loaded: see Pages.loaded_scales."""
+
+    places: tuple  # of the block after the next one
+    own: tuple
+    following: tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +47,27 @@ class Pages:
         """Returns the number of the first key of a piece of a block."""
         return j * self.plan.blocks.block_kv + piece * self.plan.piece_rows
 
-    def scales(self, cta: DecodeCta, keys: Keys, j, places: tuple) -> tuple:
-        """Returns (scales of K, scales of V) of the j-th block, f32, one for each piece."""
-        return self.existing(keys, j, self.loaded_scales(cta, places))
+    def first_scales(self, cta: DecodeCta, keys: Keys) -> ScalesAhead | None:
+        """Loads the scales of the first two blocks; None where pages have none."""
+        if not self.plan.page_scales:
+            return None
+        own, following, last = (self.places(cta, keys.block(n)) for n in range(3))
+        return ScalesAhead(last, self.loaded_scales(cta, own), self.loaded_scales(cta, following))
+
+    def next_scales(self, cta: DecodeCta, keys: Keys, n, known) -> ScalesAhead | None:
+        """Returns what is known of the blocks from n + 1 on, from what is of those from n on.
+
+        The compute warpgroup would load scales a block ahead, and a busy memory takes longer than a
+        block to answer. Here they are under way for two blocks, and the page ids that say where
+        they are for another one.
+        """
+        if known is None:
+            return None
+        last = self.loaded_scales(cta, known.places)
+        return ScalesAhead(self.places(cta, keys.block(n + 3)), known.following, last)
 
     def loaded_scales(self, cta: DecodeCta, places: tuple) -> tuple:
-        """Loads what `scales` returns, of padding too."""
+        """Loads (scales of K, scales of V) of a block, f32, one for each piece."""
 
         def scale(of, page):
             if of is None:
@@ -60,52 +77,16 @@ class Pages:
         kinds = cta.gmem.k_scale, cta.gmem.v_scale
         return tuple(tuple(scale(of, page) for page in places) for of in kinds)
 
-    def existing(self, keys: Keys, j, scales: tuple) -> tuple:
-        """Returns the scales of the j-th block with 1 for pages of padding, where they may be NaN.
-
-        Their keys may be, too.
-        """
-
-        def scale(found, i):
-            first = self.first_key(j, i)
-            exists = first < keys.length
-            if keys.start is not None:
-                exists = exists & (first + self.plan.piece_rows > keys.start)
-            return lax.select(exists, found, jnp.float32(1.0))
-
-        return tuple(tuple(scale(x, i) for i, x in enumerate(kind)) for kind in scales)
-
-    def hand_over(self, cta: DecodeCta, slot, scales: tuple, kinds=range(2)):
-        """Puts the scales of a block of K (kind 0) and V (1) next to it; the producer calls it."""
+    def hand_over(self, cta: DecodeCta, keys: Keys, n, slot, scales: tuple, kinds=range(2)):
+        """Puts the n-th block's scales of K (kind 0) and V (1) next to it."""
         for kind in kinds:
-            for i, scale in enumerate(scales[kind]):
-                cta.smem.scales[kind, slot, i] = scale
-
-    def prefetch_scales(self, cta: DecodeCta, places: tuple):
-        """Has the scales of pages brought to L2, if pages have their own; the producer calls it.
-
-        One that widens is several blocks ahead of the matmuls, and loads scales one ahead, about
-        1 us, in which a busy memory may not answer.
-        """
-        if not self.plan.page_scales or self.plan.interpret:
-            return
-        for of in (cta.gmem.k_scale, cta.gmem.v_scale):
-            for page in () if of is None or len(of) == 1 else places:
-                _PREFETCH(_prefetch_body)(of, page, cta.head)
-
-
-_PREFETCH = plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT)
-)
-
-
-def _prefetch_body(_, array, row, column):
-    """Emits a prefetch of array[row, column] in device memory, f32[rows, columns], to L2."""
-    row, column = splat(row), splat(column)
-    offset = arith.addi(arith.muli(row, i32_constant(array.type.shape[1])), column)
-    place = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(array), [offset], ir.F32Type.get())
-    nothing = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(nothing, [place], "prefetch.L2 [$0];", "l", has_side_effects=True)
+            for i, found in enumerate(scales[kind]):
+                first = self.first_key(keys.block(n), i)
+                exists = first < keys.length
+                if keys.start is not None:
+                    exists = exists & (first + self.plan.piece_rows > keys.start)
+                # That of a page of padding may be NaN, as its keys may.
+                cta.smem.scales[kind, slot, i] = lax.select(exists, found, jnp.float32(1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,75 +102,41 @@ class DecodeProducer:
 
     def __call__(self, cta: DecodeCta):
         """Loads all blocks of this CTA, then waits for their release."""
-        guessed, first = self.plan.guessed(cta), ()
-        if self.plan.guesses and cta.gmem.page_table is not None:
-            # The ids of the first pages, and what says whether there is a row, come at one time.
-            block = lambda n: cta.split + n * self.plan.blocks.num_splits
-            first = tuple(self.pages.places(cta, block(n)) for n in range(self.at_once))
+        guessed, first = self.plan.guessed(cta), None
+        if cta.gmem.ends is not None and self.plan.guesses:
+            # What says whether there is a row, and the ids of the first pages, come at one time.
+            first = self.pages.places(cta, cta.split)
             guessed, first = lax.optimization_barrier((guessed, first))
         pl.when(guessed > 0)(lambda: self.guess(cta, guessed, first))
-        if self.plan.page_scales:
-            self.load_scaled(cta, guessed, first)
-            return
         keys = self.plan.keys(cta)
         if self.plan.v_slots < self.plan.slots:
             self.load_keys_ahead(cta, keys, guessed)
         else:
             self.load_all(cta, keys, guessed)
-        self.drain(cta, keys)
-
-    @property
-    def at_once(self) -> int:
-        """Number of first blocks whose pages are looked up before the first is copied."""
-        return min(max(1, PIECES_AT_ONCE // self.plan.pieces), self.plan.blocks.stages)
-
-    def drain(self, cta: DecodeCta, keys: Keys):
-        """Waits for the release of all blocks."""
         cta.k.drain(keys.stop)
         if not self.plan.shares:
             cta.v.drain(keys.stop)
 
     def load_all(self, cta: DecodeCta, keys: Keys, guessed):
-        """Loads all blocks, one after the other."""
-
-        def load(n, places):
-            # The ids of the next block's pages arrive while this block waits for its slot.
-            following = self.pages.places(cta, keys.block(n + 1))
-            self.load(cta, keys, guessed, n, places)
-            return following
-
-        lax.fori_loop(jnp.int32(0), keys.stop, load, self.pages.places(cta, keys.block(0)))
-
-    def load_scaled(self, cta: DecodeCta, guessed, known: tuple):
-        """Loads all blocks, and hands the scales of their pages over with K.
-
-        The compute warpgroup would load them a block ahead, and a busy memory takes longer than a
-        block to answer. Here a block's scales are under way for two blocks, and its page ids, which
-        say where they are, for another one. `known` are the places of the first blocks, if any.
-        """
-        pages, full = self.pages, cta.bars.k_full
-        scales = tuple(pages.loaded_scales(cta, own) for own in known[:2])
-        keys = self.plan.keys(cta)
-        places = lambda n: pages.places(cta, keys.block(n))
+        """Loads all blocks, one after the other, and hands scales of their pages over with K."""
+        pages, arrived = self.pages, lambda n: cta.bars.k_full.at[cta.k.slot(n)]
 
         def load(n, state):
-            (own, next_one, second), (scales, next_scales) = state
-            following = next_one, second, places(n + 3)
-            coming = next_scales, pages.loaded_scales(cta, second)
-            self.load(cta, keys, guessed, n, own)
-            pages.hand_over(cta, cta.k.slot(n), pages.existing(keys, keys.block(n), scales))
-            plgpu.barrier_arrive(full.at[cta.k.slot(n)])
+            places, scales = state
+            # The ids of the next block's pages arrive while this block waits for its slot.
+            following = pages.places(cta, keys.block(n + 1))
+            coming = pages.next_scales(cta, keys, n, scales)
+            self.load(cta, keys, guessed, n, places)
+            if scales is not None:
+                pages.hand_over(cta, keys, n, cta.k.slot(n), scales.own)
+                plgpu.barrier_arrive(arrived(n))
             return following, coming
 
-        first = known[:3] + tuple(places(n) for n in range(len(known), 3))
-        scales += tuple(pages.loaded_scales(cta, own) for own in first[len(scales) : 2])
-        lax.fori_loop(jnp.int32(0), keys.stop, load, (first, scales))
-
-        @pl.loop(keys.stop, guessed)
-        def _(n):  # Blocks that nobody needed have no scales.
-            plgpu.barrier_arrive(full.at[cta.k.slot(n)])
-
-        self.drain(cta, keys)
+        first = pages.places(cta, keys.block(0)), pages.first_scales(cta, keys)
+        lax.fori_loop(jnp.int32(0), keys.stop, load, first)
+        if self.plan.page_scales:
+            # Blocks that were guessed, and that nobody needed, have no scales.
+            pl.loop(keys.stop, guessed)(lambda n: plgpu.barrier_arrive(arrived(n)))
 
     def load_keys_ahead(self, cta: DecodeCta, keys: Keys, guessed):
         """Loads all blocks, each of K before the block of V that precedes it.
@@ -211,12 +158,12 @@ class DecodeProducer:
         pl.when(new)(lambda: self.load_k(cta, keys, jnp.int32(0), first))
         lax.fori_loop(jnp.int32(0), keys.stop, load, (first, places(1)))
 
-    def guess(self, cta: DecodeCta, count, known: tuple):
+    def guess(self, cta: DecodeCta, count, first: tuple | None):
         """Issues the copies of the first blocks before the length is known.
 
         Sequences are seldom so short that they have no keys there, and the length takes as long to
         arrive as a block. If not upright, the producer clears the end of V before it hands V over,
-        so blocks of V wait for the length. `known` are the places of the first blocks, if any.
+        so blocks of V wait for the length. `first` are the places of the first block, if known.
         """
 
         def copy(n, places=None):
@@ -226,9 +173,9 @@ class DecodeProducer:
             if self.plan.blocks.upright and not self.plan.shares:
                 self.plan.where_v_has(n, lambda: self.copy_v(cta, n, block, places))
 
-        for n, places in enumerate(known):
-            pl.when(n < count)(functools.partial(copy, jnp.int32(n), places))
-        pl.loop(jnp.int32(len(known)), count)(copy)
+        if first is not None:
+            copy(jnp.int32(0), first)
+        pl.loop(jnp.int32(first is not None), count)(copy)
 
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of K into the slot of the n-th."""
