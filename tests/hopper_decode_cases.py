@@ -395,6 +395,17 @@ STEPS = (
         scaled="rows",
         dtype="float16",
     ),
+    # Seven blocks of one CTA, whose scales are loaded two ahead.
+    Step(
+        "int8_pages_of_64",
+        (430, 70),
+        K=2,
+        S=512,
+        page_size=64,
+        num_splits=1,
+        cache="int8",
+        scaled="rows",
+    ),
     Step("int8_as_rows", (200, 77), page_size=32, cache="int8", scaled="rows", upright=False),
     Step("int8_unscaled", (200,), N=2, H=96, Hv=32, dtype="float16", num_splits=1, cache="int8"),
     Step("float8", (250, 0), K=2, H=128, num_splits=1, cache="float8_e4m3fn", scaled="rows"),

@@ -111,10 +111,10 @@ class DecodeBlocks:
         """Checks for at most 128 registers per thread: two CTAs of 256 threads then share an SM.
 
         Upright with 16 rows takes 87 registers at head dim 128 (96 with every feature) and 123 at
-        head dim 256. With a cache in eight bits it takes 127 (133 with every feature, 151 with
-        scales of four pages per block, 95 to 101 of float8_e4m3fn with starts), and 225 at head dim
-        256. Not upright takes 124 at head dim 128 (128 with softcap, 137 to 147 with a window or
-        starts, 157 with slopes), 204 at head dim 256, and 130 with 128 keys at head dim 64.
+        head dim 256. With a cache in eight bits it takes 127 (133 with every feature, 115 to 129
+        with scales of pages, of 8 rows 92 to 97), and 225 at head dim 256. Not upright takes 124 at
+        head dim 128 (128 with softcap, 137 to 147 with a window or starts, 157 with slopes), 204 at
+        head dim 256, and 130 with 128 keys at head dim 64.
         """
         if takes_wide(problem):
             return False
