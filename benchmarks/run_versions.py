@@ -9,13 +9,18 @@ under this name to where Python finds it. Readings are short and rounds many, so
 drift is the same for all. With `--blocks` tile sizes of flash_pallas are further versions:
 
     --blocks 'lockstep={"fused": {"ping_pong": false}}'
+
+With `--features` the calls of features.py are compared whose group, sizes and name have one of the
+texts, instead of the cells of a suite. A version that cannot run a call is left out of its rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import importlib
+import itertools
 import json
 import multiprocessing
 import pathlib
@@ -25,7 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import gate, providers, results, suites, timing, tracing
+from . import features, gate, programs, providers, results, steps, suites, timing, tracing
 from .run import DIRECTIONS, probes
 
 
@@ -62,26 +67,82 @@ def compare(
     """Returns a row per direction: medians in ms, and each version's time over the first one's."""
     inputs = gate.random_inputs(cell.shape, jnp.dtype(jnp.bfloat16))
     runners = {package: make(inputs) for package, make in makers.items()}
-    first = next(iter(makers))
-    rows = []
+    return timed(runners, cell.label, timer, arguments)
+
+
+def compare_cells(arguments, timer: timing.Timer):
+    """Yields the rows of each cell of a suite, all of which are compiled first."""
+    cells = [cell for cell in suites.SUITES[arguments.suite] if arguments.only in cell.label]
+    made = compile_all(arguments, cells)
+    for cell in cells:
+        makers = {name: made[name, cell] for name in versions(arguments)}
+        yield compare(makers, cell, timer, arguments)
+
+
+def timed(
+    runners: dict[str, Any], label: str, timer: timing.Timer, arguments
+) -> list[dict[str, Any]]:
+    """Returns the rows of `compare` for programs, each with `launches` by direction."""
+    first, rows = next(iter(runners)), []
     for direction in DIRECTIONS:
         launches = {package: runner.launches[direction] for package, runner in runners.items()}
         samples, failures = timing.interleave(
             timer, launches, arguments.rounds, arguments.reading_ms
         )
         if failures:
-            raise RuntimeError(f"{cell.label} {direction}: {failures}")
+            raise RuntimeError(f"{label} {direction}: {failures}")
         ratios = {
             package: [x.ms / y.ms for x, y in zip(found, samples[first], strict=True)]
             for package, found in samples.items()
         }
-        row = {"cell": cell.label, "direction": direction}
+        row = {"cell": label, "direction": direction}
         row["ms"] = {p: statistics.median(x.ms for x in found) for p, found in samples.items()}
         row["time_ratio"] = {p: statistics.median(found) for p, found in ratios.items()}
         row["spread"] = {p: timing.median_and_spread(found)[1] for p, found in ratios.items()}
         rows.append(row)
         print(line(row), flush=True)
     return rows
+
+
+FeatureCall = tuple[features.Group, features.Variant]
+
+
+def feature_calls(texts: list[str]) -> dict[str, FeatureCall]:
+    """Returns the calls of features.py that have one of these texts, by group, sizes and name."""
+    every = ((group, variant) for group in features.GROUPS for variant in group.variants)
+    named = {f"{g.name} {g.sizes.label} {v.name}": (g, v) for g, v in every}
+    return {name: call for name, call in named.items() if any(text in name for text in texts)}
+
+
+def compiled_call(call: FeatureCall, package: str, backend: str) -> programs.Program:
+    """Compiles one version's programs of a call."""
+    group, variant = call
+    function = getattr(importlib.import_module(package), variant.function.__name__)
+    attention = dataclasses.replace(variant, function=function).attention(backend)
+    *qkv, do = group.sizes.arrays()
+    extra = variant.make(group.sizes, jax.random.key(1))
+    return programs.compile_jax(attention, (*qkv, extra), do, variant.differentiated)
+
+
+def compare_features(arguments, timer: timing.Timer):
+    """Yields the rows of each call; `arguments.ahead` of them are compiled side by side."""
+    wanted = feature_calls(arguments.features)
+    for chunk in itertools.batched(wanted.items(), arguments.ahead):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            submit = lambda call: {
+                package: pool.submit(compiled_call, call, package, arguments.backend)
+                for package in arguments.packages
+            }
+            waiting = {name: submit(call) for name, call in chunk}
+            for name, jobs in waiting.items():
+                made = {}
+                for package, job in jobs.items():
+                    try:
+                        made[package] = job.result()
+                    except Exception as error:  # An earlier version may not have this feature.
+                        print(f"{name}: {package}: {steps.reason(error)}", flush=True)
+                if len(made) > 1:
+                    yield timed(made, name, timer, arguments)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -100,6 +161,8 @@ def main() -> None:
     parser.add_argument("--backend", default="hopper")
     parser.add_argument("--call", type=json.loads, default={}, help='as {"softcap": 50.0}')
     parser.add_argument("--blocks", nargs="+", default=[], metavar="NAME=JSON", help="tile sizes")
+    parser.add_argument("--features", nargs="+", default=[], metavar="TEXT", help="not a suite")
+    parser.add_argument("--ahead", type=int, default=3, help="of --features, compiled at one time")
     parser.add_argument("--suite", default="h200", choices=sorted(suites.SUITES))
     parser.add_argument("--only", default="", help="cells whose label contains this")
     parser.add_argument("--rounds", type=int, default=24)
@@ -110,8 +173,7 @@ def main() -> None:
     timer, log = timing.HostTimer(), {"host": "no GPU"}
     if jax.default_backend() == "gpu":
         timer, log = timing.choose("auto", probes())
-    cells = [cell for cell in suites.SUITES[arguments.suite] if arguments.only in cell.label]
-    made = compile_all(arguments, cells)
+    compare_them = compare_features if arguments.features else compare_cells
     about = {
         "summary": f"device time over that of {arguments.packages[0]}, median of "
         f"{arguments.rounds} interleaved rounds of {arguments.reading_ms} ms, bfloat16",
@@ -120,10 +182,10 @@ def main() -> None:
         "timer": timer.name,
         "timer_check": log,
     }
-    found = results.header(f"versions of {arguments.suite}", about) | {"rows": []}
-    for cell in cells:
-        makers = {name: made[name, cell] for name in versions(arguments)}
-        found["rows"] += compare(makers, cell, timer, arguments)
+    subject = "features" if arguments.features else arguments.suite
+    found = results.header(f"versions of {subject}", about) | {"rows": []}
+    for some in compare_them(arguments, timer):
+        found["rows"] += some
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

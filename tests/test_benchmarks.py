@@ -19,6 +19,7 @@ import pytest
 
 import flash_pallas
 from benchmarks import (
+    features,
     flops,
     gate,
     memory,
@@ -62,6 +63,35 @@ def test_tile_sizes_are_versions():
         "flash_pallas": ("flash_pallas", call),
         "small": ("flash_pallas", call | {"blocks": {"forward": {"block_kv": 64}}}),
     }
+
+
+def test_calls_of_features_are_compared(monkeypatch):
+    """Checks that a version that refuses a call is left out of its rows."""
+    sizes = features.Sizes(1, 64, 2, 2, 16, 16)
+    softcap, plain = features.Variant("softcap", (("softcap", 3.0),)), features.Variant("causal")
+    groups = (features.Group("small", sizes, (softcap, plain)),)
+    monkeypatch.setattr(features, "GROUPS", groups)
+
+    def flash_attention(q, k, v, *, backend, softcap=None):
+        if softcap is not None:
+            raise NotImplementedError("no softcap yet")
+        return flash_pallas.flash_attention(q, k, v, backend=backend)
+
+    earlier = types.SimpleNamespace(flash_attention=flash_attention)
+    monkeypatch.setitem(sys.modules, "earlier", earlier)
+    monkeypatch.setitem(sys.modules, "copy_of_it", flash_pallas)
+    packages = ["earlier", "copy_of_it", "flash_pallas"]
+    asked = {"features": ["small"], "backend": "xla", "packages": packages, "ahead": 2}
+    asked = argparse.Namespace(rounds=2, reading_ms=1.0, **asked)
+    found = {}
+    for rows in run_versions.compare_features(asked, timing.HostTimer()):
+        found |= {(row["cell"], row["direction"]): list(row["time_ratio"]) for row in rows}
+    names = {f"small 1,64,2,2,16 {name}": kept for name, kept in (("softcap", 1), ("causal", 0))}
+    directions = ("forward", "backward")
+    assert found == {(n, d): packages[first:] for n, first in names.items() for d in directions}
+    asked.features = ["small 1,64,2,2,16 causal"]
+    (rows,) = run_versions.compare_features(asked, timing.HostTimer())
+    assert {row["cell"] for row in rows} == {"small 1,64,2,2,16 causal"}
 
 
 # --- flops
