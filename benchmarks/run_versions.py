@@ -126,23 +126,21 @@ def compiled_call(call: FeatureCall, package: str, backend: str) -> programs.Pro
 
 def compare_features(arguments, timer: timing.Timer):
     """Yields the rows of each call; `arguments.ahead` of them are compiled side by side."""
-    wanted = feature_calls(arguments.features)
-    for chunk in itertools.batched(wanted.items(), arguments.ahead):
+    for chunk in itertools.batched(feature_calls(arguments.features).items(), arguments.ahead):
+        made: dict[str, dict[str, programs.Program]] = {name: {} for name, _ in chunk}
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            submit = lambda call: {
-                package: pool.submit(compiled_call, call, package, arguments.backend)
-                for package in arguments.packages
+            jobs = {
+                (name, package): pool.submit(compiled_call, call, package, arguments.backend)
+                for (name, call), package in itertools.product(chunk, arguments.packages)
             }
-            waiting = {name: submit(call) for name, call in chunk}
-            for name, jobs in waiting.items():
-                made = {}
-                for package, job in jobs.items():
-                    try:
-                        made[package] = job.result()
-                    except Exception as error:  # An earlier version may not have this feature.
-                        print(f"{name}: {package}: {steps.reason(error)}", flush=True)
-                if len(made) > 1:
-                    yield timed(made, name, timer, arguments)
+        for (name, package), job in jobs.items():
+            if error := job.exception():  # An earlier version may not have this feature.
+                print(f"{name}: {package}: {steps.reason(error)}", flush=True)
+            else:
+                made[name][package] = job.result()
+        for name, runners in made.items():
+            if len(runners) > 1:
+                yield timed(runners, name, timer, arguments)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -170,6 +168,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12, help="processes that trace")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     arguments = parser.parse_args()
+    if arguments.features and (arguments.call or arguments.blocks or arguments.only):
+        parser.error("--features has calls of its own: leave out --call, --blocks and --only")
     timer, log = timing.HostTimer(), {"host": "no GPU"}
     if jax.default_backend() == "gpu":
         timer, log = timing.choose("auto", probes())

@@ -161,8 +161,7 @@ def train(apply, params, data, prepare=lambda params: params, rows=None):
         AssertionError: a loss is not below the one before.
     """
     # Not Adam, which would make much of gradients that are nothing but rounding. At ten times this
-    # rate the loss grows, and errors with it: two roundings of P of the same size then end in
-    # parameters whose errors are 0.6 to 5.7 times each other's, at this one 0.7 to 1.5.
+    # rate the loss grows, and errors of the same size with it, by chance (benchmarks/NOTES.md).
     optimizer = optax.sgd(0.05, momentum=0.9)
 
     def loss(params, tokens, targets):

@@ -13,7 +13,6 @@ float8_e4m3fn and takes the fewest instructions to make. Wider blocks the produc
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -31,13 +30,6 @@ from .scaled_rows import load_scaled
 LEAST_SCALE = 2.0**-100  # of pages of V: smaller ones are as this one to float16 weights
 # In float16 weights are at most 2**14 and not 1, so that those of 2**-28 are rounded as 1 is.
 WEIGHT_BITS = 14.0
-
-
-class PageScales(NamedTuple):
-    """Scales of the pages of one block, f32, one a piece."""
-
-    k: tuple
-    v: tuple
 
 
 def per_column(x, shape):
@@ -102,15 +94,7 @@ class ColumnConsumer(Consumer):
             jnp.float32(LEAST_SCALE) if self.plan.page_scales else None,
         )
 
-    def page_scales(self, cta: DecodeCta, use) -> PageScales | None:
-        """Returns the scales of a block of K that has arrived, or None."""
-        if not self.plan.page_scales:
-            return None
-        slot, pieces = cta.k.slot(use), range(self.plan.pieces)
-        of = lambda kind: tuple(cta.smem.scales[kind, slot, i] for i in pieces)
-        return PageScales(of(0), of(1))
-
-    def scaled_weights(self, p, scales: tuple, unit):
+    def scaled_weights(self, p, scales: list, unit):
         """Scales the weights of a block by its scales of V, in units of the largest so far.
 
         Returns:
@@ -137,9 +121,7 @@ class ColumnConsumer(Consumer):
         Operands in shared memory leave PV in flight, so that it overlaps with QK^T of the next
         block; above head dim 256 the slot is given back at once, as there are few.
         """
-        (s, pages), unit = self.qk(cta, use), folded.unit
-        if pages:
-            s = inline_columns.scale_rows(s, pages.k, self.plan.interpret)
+        (s, v_scales), unit = self.qk(cta, use), folded.unit
         first = keys.block(use) * self.plan.blocks.block_kv
         x, log2_scale = self.logits(held, s, first, masked)
         most = inline_columns.reduce_rows("max", x, cta.smem.across, self.plan.interpret)
@@ -150,8 +132,8 @@ class ColumnConsumer(Consumer):
         # Scaled after the difference, which is exact where it matters: of logits of any size.
         p = jnp.exp2((x - per_column(finite, x.shape)) * log2_scale + self.weight_bits)
         l = folded.l * per_column(alpha, p.shape) + p
-        if pages:
-            p, shrink, unit = self.scaled_weights(p, pages.v, unit)
+        if v_scales is not None:
+            p, shrink, unit = self.scaled_weights(p, v_scales, unit)
             alpha = alpha * shrink
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_column(alpha, o.shape)
@@ -168,9 +150,15 @@ class ColumnConsumer(Consumer):
         return Folded(m, l, unit)
 
     def qk(self, cta: DecodeCta, use) -> tuple:
-        """Returns (S^T, PageScales or None) of a block; it and the V before have then been read."""
+        """Returns (S^T, scales of V) of a block; its K and the V before have then been read.
+
+        S^T is scaled where pages have scales; those of V, else None, come next to K's.
+        """
         cta.k.wait_full(use)
-        pages = self.page_scales(cta, use)
+        k_scales, v_scales = None, None
+        if self.plan.page_scales:
+            slot = cta.k.slot(use)
+            k_scales, v_scales = (self.page_scales(cta, kind, slot) for kind in range(2))
 
         def matmul(s_acc):
             k = cta.smem.k.at[self.plan.slot(cta.k, use)]
@@ -186,7 +174,9 @@ class ColumnConsumer(Consumer):
             cta.k.release(use)
         if self.plan.defers:
             pl.when(use > 0)(lambda: cta.v.release(use - 1))
-        return s, pages
+        if k_scales is not None:
+            s = inline_columns.scale_rows(s, k_scales, self.plan.interpret)
+        return s, v_scales
 
     def clear_values(self, cta: DecodeCta, keys: Keys, use):
         """Waits for V and zeroes the padding of the block; int8 has no NaN and stays as it is."""

@@ -123,6 +123,10 @@ class Consumer(abc.ABC):
         both = cta.gmem.k_scale, cta.gmem.v_scale
         return tuple(None if x is None else x[entry(x), cta.head] for x in both)
 
+    def page_scales(self, cta: DecodeCta, kind: int, slot) -> list:
+        """Returns the scales of the pages of a block of K (kind 0) or V (1), one a piece."""
+        return [cta.smem.scales[kind, slot, i] for i in range(self.plan.pieces)]
+
     def sink(self, cta: DecodeCta):
         """Returns the logit of each row's sink, natural, or None."""
         sinks = cta.gmem.sinks

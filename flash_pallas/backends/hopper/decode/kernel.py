@@ -7,7 +7,7 @@ of the matmuls, as many as needed (columns.py); otherwise they are the rows, alw
 Values that are columns of the keys lie in the tile of K, where a head dim is above 256.
 
     Q        compute warpgroup -> q, once
-    K, V     producer -> rings, first to last; contiguous, or page by page
+    K, V     producer -> rings, first to last; contiguous, or page by page, with the pages' scales
     S, O, m, l   registers of the compute warpgroup; P too, or in shared memory
 
 O and the log-sum-exp of each share go to device memory; combine.py joins them.

@@ -51,8 +51,7 @@ class RowConsumer(Consumer):
         if not self.plan.page_scales:
             return x
         slot = (cta.k, cta.v)[kind].slot(use)
-        scales = [cta.smem.scales[kind, slot, i] for i in range(self.plan.pieces)]
-        return inline.scale_columns(x, scales, self.plan.interpret)
+        return inline.scale_columns(x, self.page_scales(cta, kind, slot), self.plan.interpret)
 
     def step(
         self,
