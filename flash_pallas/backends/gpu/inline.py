@@ -324,43 +324,6 @@ def barrier_any(barrier: int, threads: int, bit, interpret: bool):
     return run(bit)
 
 
-def _counter(counts, index):
-    """Returns one of the i32 counts in device memory, as Mosaic GPU's semaphores are."""
-    element = arith.index_cast(ir.IndexType.get(), splat(index))
-    one = mgpu.utils.memref_slice(counts, (mgpu.ds(element, 1),))
-    return mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(one))
-
-
-def _count_up_body(_, counts, index):
-    one_lane = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARP)
-    _counter(counts, index).signal(1, predicate=one_lane, memory_scope="gpu")
-
-
-def count_up(counts, index):
-    """Adds 1 to counts[index], i32 in device memory, as a warp, behind what it has written.
-
-    Copies out of shared memory must be complete before.
-    """
-    _on_count(_count_up_body)(counts, jnp.int32(index))
-
-
-def _await_count_body(least, _, counts, index):
-    scope = mgpu.utils.ThreadSubset.WARP
-    wait = _counter(counts, index).wait
-    wait(i32_constant(least), decrement=False, scope=scope, memory_scope="gpu")
-    # What follows are copies out of shared memory, by another path to device memory.
-    mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
-
-
-def await_count(counts, index, least: int):
-    """Waits, as a warp, until counts[index] is `least`; sees what was written before it was."""
-    _on_count(functools.partial(_await_count_body, least))(counts, jnp.int32(index))
-
-
-def _on_count(body):
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))(body)
-
-
 def warpgroup_barrier(interpret: bool):
     """Waits until every warp of the warpgroup has arrived here."""
     if not interpret:

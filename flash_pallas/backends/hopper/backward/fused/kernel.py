@@ -62,7 +62,6 @@ from .tiles import (
     scratch,
     swizzles_of_k_and_v,
 )
-from .zeros import Ahead, first_cleared, zeros
 
 # --- A CTA: its KV tiles, and the roles of its warpgroups -----------------------------------------
 
@@ -99,9 +98,7 @@ def run_kv_tile(
     block,
 ):
     """Runs a CTA that has one KV tile: of a pair, the block counted from the first key."""
-    parts, ahead = launch.blocks.split_q, None
-    if launch.clears_ahead:
-        ahead = Ahead.of(launch, results["cleared"], pair, block)
+    parts = launch.blocks.split_q
     tile = launch.kv_tile(gmem, pair, block)
     q_tiles = launch.q_tiles(gmem, tile, block)
     if parts > 1 and isinstance(q_tiles, QTileRange):
@@ -110,11 +107,8 @@ def run_kv_tile(
         q_tiles = q_tiles.cut(part, parts)
     cta = cta_at(launch, (results, gmem, smem), tile, q_tiles)
     run = functools.partial(run_roles, cta)
-    near = None if launch.part is not Part.NEAR else gmem.auxiliary.far[cta.batch, cta.kv_head] == 0
-    if ahead is not None:
-        run_roles(dataclasses.replace(cta, ahead=ahead._replace(runs=near)))
-    elif near is not None:
-        pl.when(near)(run)
+    if launch.part is Part.NEAR:
+        pl.when(gmem.auxiliary.far[cta.batch, cta.kv_head] == 0)(run)
     elif parts == 1:
         run_roles(cta)
     else:
@@ -182,15 +176,6 @@ def consume(cta: FusedCta):
         plgpu.set_max_registers(cta.blocks.compute_registers, action="increase")
     else:
         cta = start_inline_loads(cta)
-    if cta.ahead is None:
-        consume_kv_tiles(cta)
-    else:
-        cta.ahead.fill(cta)
-        cta.ahead.when_near(functools.partial(consume_kv_tiles, cta))
-
-
-def consume_kv_tiles(cta: FusedCta):
-    """Visits the KV tiles of this CTA, and waits until what it writes has been read."""
     sums = [plgpu.ACC((WARPGROUP_ROWS, cta.problem.head_dim), jnp.float32)] * 2
     if cta.kv_tiles is None:
         pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums)
@@ -217,8 +202,6 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
         # Its way from device memory is as long as that of K and V.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
-    if cta.ahead is not None:
-        cta.ahead.await_read(cta)
     if cta.blocks.holds_v:
         v = cta.smem.v.at[cta.kv_slot, warpgroup_rows(cta.wg)]
         cta = dataclasses.replace(cta, held_v=plgpu.load(v, layout=inline.WGMMA))
@@ -784,12 +767,8 @@ def produce(cta: FusedCta):
 
     @plgpu.warp_map
     def _(warp):
-        loads, stores = warp == LOAD_WARP, warp == STORE_WARP
-        if cta.ahead is not None:
-            pl.when(stores)(functools.partial(cta.ahead.store, cta))
-            loads, stores = cta.ahead.if_near(loads), cta.ahead.if_near(stores)
-        pl.when(loads)(functools.partial(load, cta))
-        pl.when(stores)(functools.partial(store_dq, cta))
+        pl.when(warp == LOAD_WARP)(functools.partial(load, cta))
+        pl.when(warp == STORE_WARP)(functools.partial(store_dq, cta))
 
 
 def load(cta: FusedCta):
@@ -948,6 +927,50 @@ def end_inline_loads(cta: FusedCta):
         cta.do.drain(cta.q_tiles.total)
 
 
+# --- Zeros to add to: 134 MB in 32 us on an H200, where XLA takes 40 ------------------------------
+
+ZEROS_CTAS = 2 * 132  # as many SMs as an H200 has; half and twice as many take as long
+ZEROS_TILE = (128, 64)  # 32 KB, to be copied by TMA; twice as many bytes: 33 us
+
+
+def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
+    """Returns f32[shape] of zeros, for each shape, cleared in one launch.
+
+    Args:
+        shapes: shapes of a multiple of 64 elements each.
+        interpret: run under the interpreter.
+        after: an array that must exist before. XLA would otherwise clear early what is needed late.
+    """
+    lines = [math.prod(shape) // ZEROS_TILE[1] for shape in shapes]
+    ctas = min(sum(pl.cdiv(rows, ZEROS_TILE[0]) for rows in lines), ZEROS_CTAS)
+    run = launch_kernel(
+        functools.partial(_clear, ctas),
+        out=[float32((rows, ZEROS_TILE[1])) for rows in lines],
+        scratch=[plgpu.SMEM(ZEROS_TILE, jnp.float32)],
+        grid={"cta": ctas},
+        threads=1,
+        name="flash_pallas_zeros",
+        interpret=interpret,
+    )
+    return [x.reshape(shape) for x, shape in zip(run(after), shapes, strict=True)]
+
+
+def _clear(ctas: int, _, *refs):
+    """Clears every `ctas`-th tile of each array; TMA writes nothing past the end of the last."""
+    *arrays, tile = refs
+    layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)
+    tile[...] = plgpu.layout_cast(jnp.zeros(ZEROS_TILE, jnp.float32), layout)
+    plgpu.commit_smem()
+    cta, rows = lax.axis_index("cta"), ZEROS_TILE[0]
+    for out in arrays:
+
+        @pl.loop(cta, jnp.int32(pl.cdiv(out.shape[0], rows)), step=jnp.int32(ctas))
+        def _(n, out=out):
+            plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(n * rows, rows)])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
 # --- One call: its arrays, its launches one after the other, its gradients ------------------------
 
 # XLA computes constants that are progressions, in a launch of 2 us; others lie in device memory.
@@ -1024,8 +1047,6 @@ def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbi
     for launch in launches:
         shapes = launch.result_shapes(like)
         kept = {name: results[name] for name in shapes if name in results}
-        if launch.clears_ahead:
-            kept |= first_cleared(launch, shapes)
         if cleared := [name for name in ("dq", "dbias") if name in shapes and name not in kept]:
             sizes = [shapes[name].shape for name in cleared]
             kept |= zip(cleared, zeros(sizes, launch.interpret, results.get("dk")), strict=True)

@@ -123,17 +123,6 @@ class Launch:
         alone = blocks.num_launches == blocks.kv_launches == blocks.bias_cluster == 1
         return self.problem.is_listed and alone and not blocks.persistent
 
-    @property
-    def clears_ahead(self) -> bool:
-        """True if CTAs clear dQ of the section behind theirs; a first section does nothing else.
-
-        Otherwise dQ is cleared before the launch. The interpreter has no counters in device memory.
-        """
-        blocks, several = self.blocks, self.pairs > self.at_once
-        once = blocks.num_launches == blocks.kv_launches == blocks.split_q == 1
-        plain = blocks.producer and blocks.bias_cluster == 1 and not blocks.persistent
-        return several and once and plain and not (self.in_order or self.interpret)
-
     def place(self, gmem: BackwardArrays) -> tuple[Any, Any]:
         """Returns (pair, KV block) of this CTA; the last section may have some pairs too many."""
         if self.in_order:
@@ -205,7 +194,6 @@ class Launch:
             dq      f32[entries, T8, N, D] of the batch entries and heads of this launch: sums
             dk, dv  [B, S8, K, D]; with split-Q f32[parts, B, S up to whole tiles, K, D]
             dbias   f32[Bb, Nb, S, T], up to whole tiles: sums; only with bias_cluster
-            cleared i32[sections + 1]: see `zeros.Ahead`; only with clears_ahead
 
         `like`: arrays whose q, k and v have the shapes of gradients.
         """
@@ -219,8 +207,6 @@ class Launch:
             keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
             of_k = of_v = float32((blocks.split_q, *keys))
         found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
-        if self.clears_ahead:
-            found["cleared"] = jax.ShapeDtypeStruct((self.grid["section"],), jnp.int32)
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             if by_heads(problem, blocks):
@@ -474,7 +460,6 @@ class FusedCta:
             Q tiles. None: there is one KV tile.
         kv_index: number of the KV tile among those of this CTA.
         held_v: V of this warpgroup's keys in registers, with `FusedBlocks.holds_v`.
-        ahead: what it clears for other CTAs, with `Launch.clears_ahead`: an `Ahead` of zeros.py.
     """
 
     launch: Launch
@@ -491,7 +476,6 @@ class FusedCta:
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
     kv_index: Any = 0
     held_v: Any = None
-    ahead: Any = None
 
     @property
     def problem(self) -> Problem:
@@ -625,12 +609,7 @@ class FusedCta:
 
     def add_dq(self, tile, wg):
         """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory."""
-        target = self.dq_at(self.batch, tile, wg)
-        plgpu.copy_smem_to_gmem(self.dq_buffer(wg), target, reduction_op="add")
-
-    def dq_at(self, batch, tile, wg):
-        """Returns the place of a warpgroup's part of a dQ tile of this batch entry."""
-        head, rows = tile
+        (head, rows), batch = tile, self.batch
         if (first := self.gmem.origin) is not None:
             batch, head = batch - first[0], head - first[1] * self.problem.group
         if self.blocks.dq_by_rows:
@@ -638,7 +617,8 @@ class FusedCta:
             at = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
         else:
             at = batch, rows, head, self.dq_columns(wg)
-        return self.results["dq"].at[at]
+        target = self.results["dq"].at[at]
+        plgpu.copy_smem_to_gmem(self.dq_buffer(wg), target, reduction_op="add")
 
     @property
     def dq_shape(self) -> tuple[int, int]:

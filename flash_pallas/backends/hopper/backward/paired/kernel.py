@@ -32,8 +32,7 @@ from .....core.scores import TileInputs
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...common import pipeline
 from ...common.pipeline import Ring, hidden, rows_of
-from ..fused.kernel import scaled_dq
-from ..fused.zeros import zeros
+from ..fused.kernel import scaled_dq, zeros
 from ..fused.tiles import pairs_at_once
 from ..operands import BackwardArrays, QTileRange, mask_everywhere
 from ..split.dkv import DK_WARPGROUP, DV_WARPGROUP, PRODUCER, DkvCta, DkvKernel, DkvLoads
