@@ -587,6 +587,14 @@ LARGE = (
     Case("far_entries_of_blocks", T=200, S=140, B=2, N=2, K=1, magnitude=(0, 15), dtype="bfloat16",
          block_mask="small blocks"),
     Case("far_entries_float16", T=130, S=300, B=2, magnitude=(6, 0), dtype="float16"),
+    *(Case(f"far_entries_{name}", T=200, S=140, B=3, N=2, K=1, magnitude=(0, 15, 9),
+           dtype="bfloat16", **fields)
+      for name, fields in (
+          ("sinks", {"sinks": True, "causal": True}),
+          ("lengths", {"kv_lengths": (140, 60, 100), "poison": True}),
+          ("lengths_alibi", {"kv_lengths": (70, 0, 140), "alibi": "N", "causal": True}),
+          ("dropout", {"dropout_rate": 0.3, "causal": True}),
+          ("score_mod", {"score_mod": "relative", "causal": True}))),
     Case("scores_of_2^30_float32", T=70, S=83, magnitude=15),
     Case("scores_of_2^12_float16", T=70, S=83, magnitude=6, dtype="float16"),
     Case("scores_and_sinks", T=70, S=83, magnitude=9, sinks=True, dtype="bfloat16"),

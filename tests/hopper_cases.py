@@ -527,4 +527,22 @@ FAR_ON_DEVICE = (
         "many_far_float16", T=300, S=300, B=4, N=64, K=32, magnitude=(0, 6, 0, 9), dtype="float16"
     ),
     _case("all_far", T=257, S=400, B=4, N=32, K=32, magnitude=15),
+    *(
+        _case(
+            f"many_far_{name}",
+            **{"T": 600, "S": 600, "B": 4, "N": 64, "K": 64, "causal": True},
+            **fields,
+            magnitude=(0, 6, 5, 0),
+        )
+        for name, fields in (
+            ("sinks", {"sinks": True}),
+            ("sinks_128", {"sinks": True, "H": 128}),
+            ("lengths", {"kv_lengths": (600, 70, 0, 333), "poison": True}),
+            ("alibi", {"alibi": "BN"}),
+            ("alibi_128", {"alibi": "N", "H": 128}),
+            ("dropout", {"dropout_rate": 0.2}),
+            ("score_mod", {"score_mod": "relative"}),
+            ("score_mod_128", {"score_mod": "relative", "H": 128}),
+        )
+    ),
 )

@@ -31,7 +31,8 @@ ON_HOPPER, ON_PORTABLE = (
         ("scores_of_2^18", "scores_of_2^30_float32", "sinks_beside_additive", "additive_softcap",
          "additive_max_logit", "additive_deterministic", "additive_256", "far_entries",
          "far_entries_128", "far_entries_96", "far_entries_96_full", "far_entries_float16",
-         "far_entries_of_blocks"),
+         "far_entries_of_blocks", "far_entries_sinks", "far_entries_lengths",
+         "far_entries_lengths_alibi", "far_entries_dropout", "far_entries_score_mod"),
         ("scores_of_2^12_float16", "scores_and_sinks", "additive_dropout", "additive_segments",
          "additive_lengths_window", "additive_alibi", "additive_128"),
     )

@@ -27,7 +27,7 @@ from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 
 from ..cases import Case
-from ..hopper_cases import ON_DEVICE
+from ..hopper_cases import FAR_ON_DEVICE, ON_DEVICE
 from .report import MOST_REGISTERS
 from .tangent_rows import tangent_rows
 
@@ -66,6 +66,13 @@ MODIFIERS = (
     "packed_causal",
     "bias_BNTS_128",
     "softcap_causal_128",
+    "many_far_sinks",
+    "many_far_lengths",
+    "many_far_alibi",
+    "many_far_alibi_128",
+    "many_far_dropout",
+    "many_far_score_mod",
+    "many_far_score_mod_128",
     "alibi_causal_128",
     "dropout_causal_128",
     "mask_mod_prefix_128",
@@ -190,7 +197,7 @@ RAGGED = {
 TOKENS = {"window": 16, "modifiers": 16, "int8_modifiers": 4, "int8_pages": 16}
 TOKENS |= {"starts_windows": 16, "int8_starts_pages": 16}
 TOKENS |= {"drafts": 4, "drafts_pages": 4, "drafts_rows": 64, "drafts_window": 64}
-CASES = {case.name: case for case in ON_DEVICE}
+CASES = {case.name: case for case in (*ON_DEVICE, *FAR_ON_DEVICE)}
 
 # Bytes of spill stores per thread that ship knowingly, by (kernel, head dim, mask); 0 for all
 # others. Figures of ptxas 13.5. They are addresses, not accumulators, and wgmma is serialised in
@@ -201,6 +208,10 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "ragged"): 8,
     ("flash_pallas_backward_fused", 64, "small_causal"): 24,
     ("flash_pallas_backward_fused_far", 128, "many_causal"): 8,  # seldom has anything to do
+    ("flash_pallas_forward", 64, "many_far_alibi"): 8,
+    ("flash_pallas_backward_fused", 64, "many_far_lengths"): 12,
+    ("flash_pallas_backward_fused", 64, "many_far_alibi"): 4,
+    ("flash_pallas_backward_fused", 128, "many_far_score_mod_128"): 4,
     ("flash_pallas_forward", 128, "document_128"): 4,
     ("flash_pallas_forward", 128, "document_window_128"): 4,
     ("flash_pallas_forward", 128, "alibi_causal_128"): 8,

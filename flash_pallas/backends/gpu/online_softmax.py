@@ -152,7 +152,8 @@ def compared(
     """Compares a tile with the maxima so far.
 
     Args:
-        old: maxima so far.
+        old: maxima so far. With a shift beside `kept` there are none: the tile is the first, and
+            rows that see none of its keys are looked at.
         x: f32 in the WGMMA layout, -inf where hidden.
         log2_scale: x * log2_scale are logits in base 2.
         far: see core.softmax.far; 0 where no logit can be far.
@@ -163,7 +164,8 @@ def compared(
         top: f32[rows], maxima of x, where they are those of more columns; None: x has them all.
     """
     top = x.max(axis=1) if top is None else top
-    most = jnp.maximum(old.m, top * log2_scale)
+    first = kept is not None and old.shift is not None
+    most = top * log2_scale if first else jnp.maximum(old.m, top * log2_scale)
 
     def plain():
         m, grew = most, None
@@ -179,7 +181,8 @@ def compared(
 
     if not far:
         return plain()
-    return lax.cond(some_far(most, top, far, interpret) > 0, shifted, plain)
+    seen = jnp.maximum(top, LOWEST) if first else top  # so that -inf counts as far
+    return lax.cond(some_far(most, seen, far, interpret) > 0, shifted, plain)
 
 
 def settled(maxima: Maxima, kept=None):

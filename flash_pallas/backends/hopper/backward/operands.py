@@ -415,11 +415,11 @@ class QTileRange:
 
     @classmethod
     def whole(
-        cls, problem: Problem, arrays: BackwardArrays, kv_rows: int, block_q: int
+        cls, problem: Problem, arrays: BackwardArrays, batch, kv_rows: int, block_q: int
     ) -> QTileRange:
-        """Makes the range of all Q tiles, in one loop, where no array hides keys."""
+        """Makes the range of all Q tiles of a batch entry, in one loop."""
         stop = -(-problem.q_len // block_q)
-        offset, kv_len = arrays.offset(problem, 0), arrays.kv_len(problem, 0, kv_rows)
+        offset, kv_len = arrays.offset(problem, batch), arrays.kv_len(problem, batch, kv_rows)
         masks = "none" if problem.spec.mask.is_trivial and kv_len is None else "all"
         return cls(0, 0, 0, stop, offset, kv_len, problem.group, masks)
 

@@ -6,9 +6,6 @@ without a mask by 2.4 %, the causal backward of 64 by 5.9 % and of 128 by 2.0 % 
 benchmarks/NOTES.md, "Large logits"). There, the kernel that all calls run has none of it. It
 says where it met such rows, and leaves their CTA or their group of heads to a second launch, which
 ends at once where there are none.
-
-Only plain calls have two launches: a bias may make every row of a padded batch large, and then
-everything would be computed twice. In a plain call logits beyond 2^12 come from q and k themselves.
 """
 
 from __future__ import annotations
@@ -33,33 +30,44 @@ class Part(enum.Enum):
     FAR = "far"  # what NEAR has left
 
 
-def may_be_apart(problem: Problem) -> bool:
-    """Says whether rows with large logits can have a launch of their own.
+def parts(tiles: int, wanted: bool) -> tuple[Part, ...]:
+    """Returns the launches in order: two where they are `wanted` and worth it."""
+    return (Part.NEAR, Part.FAR) if wanted and tiles >= ENOUGH else (Part.ALL,)
+
+
+def leaves_in_forward(problem: Problem) -> bool:
+    """Says whether two launches are possible in the forward and make it faster.
+
+    If causal, the launch costs 1 %. A bias may make every row of a padded batch large, and then
+    everything would be computed twice; in a plain call logits beyond 2^12 come from q and k.
 
     Args:
         problem: problem with native head dims.
     """
-    spec = problem.spec
+    spec, dims = problem.spec, (problem.head_dim, problem.v_head_dim)
     plain = not (problem.features or spec.modifiers or spec.max_logit or problem.is_dynamic)
-    few = problem.batch * problem.kv_heads <= MOST_PAIRS
-    return plain and few and problem.dtype.itemsize == 2 and bool(far_of(spec, problem.dtype))
+    return plain and dims == (64, 64) and spec.mask.is_trivial and _may_leave(problem)
 
 
-def parts(problem: Problem, tiles: int, wanted: bool) -> tuple[Part, ...]:
-    """Returns the launches in order: two where they are `wanted`, possible and worth it."""
-    several = wanted and tiles >= ENOUGH and may_be_apart(problem)
-    return (Part.NEAR, Part.FAR) if several else (Part.ALL,)
+# Operands that neither decide which Q tiles a KV tile has, but by a length, nor make logits large
+# that are not.
+ALLOWED = {"sinks", "kv_lengths", "alibi_slopes", "dropout_keys", "score_params"}
 
 
-def forward_gains(problem: Problem) -> bool:
-    """Says whether two launches make the forward faster; if causal, the launch costs 1 %."""
-    return (problem.head_dim, problem.v_head_dim) == (64, 64) and problem.spec.mask.is_trivial
+def leaves_in_backward(problem: Problem) -> bool:
+    """Says whether two launches are possible in the fused backward and make it faster.
 
+    It knows beforehand which rows are far, and computes none of them twice. At head dim 128 without
+    a mask two launches are 2 to 3 % slower; 96 goes with it, untimed.
 
-def backward_gains(problem: Problem) -> bool:
-    """Says whether two launches make the fused backward faster.
-
-    At head dim 128 without a mask they make it 2 to 3 % slower; 96 goes with it, untimed.
+    Args:
+        problem: problem with native head dims.
     """
     masked = not problem.spec.mask.is_trivial
-    return problem.head_dim == 64 or (problem.head_dim in (96, 128) and masked)
+    gains = problem.head_dim == 64 or (problem.head_dim in (96, 128) and masked)
+    return gains and problem.features <= ALLOWED and _may_leave(problem)
+
+
+def _may_leave(problem: Problem) -> bool:
+    few = problem.batch * problem.kv_heads <= MOST_PAIRS
+    return few and problem.dtype.itemsize == 2 and bool(far_of(problem.spec, problem.dtype))

@@ -41,7 +41,7 @@ from ....core.problem import Operands, Outputs, Problem
 from ...gpu import inline, online_softmax
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ..common.auxiliary_inputs import Place
-from ..common.far_rows import Part, forward_gains, parts
+from ..common.far_rows import Part, leaves_in_forward, parts
 from ..common.pipeline import Padding, Ring, rows_of
 from .scheduler import TileScheduler, with_counter
 from .softmax import (
@@ -95,7 +95,7 @@ def forward(
     if problem.is_listed:
         lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
         lists = scheduler.ordered(lists)
-    first, *rest = parts(problem, scheduler.num_tiles, several and forward_gains(problem))
+    first, *rest = parts(scheduler.num_tiles, several and leaves_in_forward(problem))
     plan = ForwardPlan(problem, blocks, scheduler, interpret, first)
     offset, hides = problem.spec.q_offset, problem.hides_by_arrays and lists is None
     table = scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])

@@ -128,7 +128,8 @@ def persistent_cta(
     first = zero, zero, zero, 0
     if launch.part is Part.FAR:
         size = launch.blocks.block_kv, launch.blocks.block_q
-        q_tiles = QTileRange.whole(launch.problem, gmem, *size)
+        batch, *_ = kv_tiles[1](zero)
+        q_tiles = QTileRange.whole(launch.problem, gmem, batch, *size)
     else:
         q_tiles = launch.q_tiles(gmem, first, zero)
     cta = cta_at(launch, (results, gmem, smem), first, q_tiles)

@@ -18,7 +18,7 @@ from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
-from ...common.far_rows import Part, backward_gains, parts
+from ...common.far_rows import Part, leaves_in_backward, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .tiles import (
@@ -228,10 +228,10 @@ def launches_of(
     each = num_blocks // blocks.kv_launches
     found = []
     for first in range(0, num_blocks, each):
-        near, *far = parts(problem, pairs * each, may_leave(blocks) and backward_gains(problem))
+        near, *far = parts(pairs * each, may_leave(blocks) and leaves_in_backward(problem))
         launch = dataclasses.replace(whole, first_block=first, num_blocks=each, part=near)
         found.append(launch)
-        tiles = for_far_rows(pairs)
+        tiles = for_far_rows(pairs, blocks)
         found += [dataclasses.replace(launch, blocks=tiles, part=part) for part in far]
     return tuple(found)
 

@@ -261,9 +261,14 @@ CAPPED = MODIFIED | {64: dataclasses.replace(MASKED[64], defer=True)}
 SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
-def for_far_rows(pairs: int) -> FusedBlocks:
-    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a KV head."""
-    return FusedBlocks(block_q=64, mask_all=True, persistent_clusters=max(2, pairs))
+def for_far_rows(pairs: int, near: FusedBlocks) -> FusedBlocks:
+    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a KV head.
+
+    Both parts read the same log-sum-exp, which signs scale.
+    """
+    return FusedBlocks(
+        block_q=64, mask_all=True, signs=near.signs, persistent_clusters=max(2, pairs)
+    )
 
 
 def choose_fused(problem: Problem) -> FusedBlocks | None:
