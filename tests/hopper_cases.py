@@ -545,4 +545,12 @@ FAR_ON_DEVICE = (
             ("score_mod_128", {"score_mod": "relative", "H": 128}),
         )
     ),
+    *(
+        _case(
+            f"many_{name}_pair_bias",
+            **{"T": 520, "S": 600, "B": 8, "N": 16, "K": 16, "bias": "1NTS"},
+            magnitude=magnitude,
+        )
+        for name, magnitude in (("near", 0), ("far", (0, 6, 5, 0, 0, 0, 0, 9)))
+    ),
 )

@@ -149,6 +149,24 @@ def test_hopper_kernels(case, monkeypatch):
         checks.assert_matches_oracle(checks.bind(HOPPER), case, kernels=True)
 
 
+PAIR_BIAS = [
+    (Case(f"{name}_pair_bias_{what}", N=4, K=2, B=2, T=100, S=300, bias="1NTS", dtype="bfloat16",
+          magnitude=magnitude), blocks)
+    for name, magnitude in (("near", 0), ("far", (0, 15)))
+    for what, blocks in (
+        ("alone", {}), ("persistent", {"persistent_clusters": 2, "kv_stages": 2}),
+        ("portions", {"num_launches": 2, "kv_launches": 3}))
+]  # fmt: skip
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("case", "blocks"), PAIR_BIAS, ids=[case.name for case, _ in PAIR_BIAS])
+def test_launches_of_which_one_is_idle(case, blocks, monkeypatch):
+    monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(HOPPER, {"fused": blocks}), case)
+
+
 @pytest.mark.thorough(always=["scores_of_2^12_float16"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED[3:], *ON_PORTABLE), ids=str)

@@ -208,6 +208,7 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "ragged"): 8,
     ("flash_pallas_backward_fused", 64, "small_causal"): 24,
     ("flash_pallas_backward_fused_far", 128, "many_causal"): 8,  # seldom has anything to do
+    ("flash_pallas_backward_fused_far", 64, "pair bias 2048"): 48,
     ("flash_pallas_forward", 64, "many_far_alibi"): 8,
     ("flash_pallas_backward_fused", 64, "many_far_lengths"): 12,
     ("flash_pallas_backward_fused", 64, "many_far_alibi"): 4,

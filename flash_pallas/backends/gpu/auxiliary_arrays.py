@@ -44,6 +44,7 @@ class AuxiliaryGmem(NamedTuple):
     # int32[B, K]: 0, or where it is not 0 for some query of a head of the group, 1 + the place of
     # the group's first.
     far: Any = None
+    any_far: Any = None  # int32[1], the largest of far, where a launch asks for it
 
 
 def gmem(problem: Problem, q_axis: int, operands: Operands) -> AuxiliaryGmem:

@@ -152,7 +152,7 @@ def compared(
     """Compares a tile with the maxima so far.
 
     Args:
-        old: maxima so far. With a shift beside `kept` there are none: the tile is the first, and
+        old: maxima so far. With a shift next to `kept` there are none: the tile is the first, and
             rows that see none of its keys are looked at.
         x: f32 in the WGMMA layout, -inf where hidden.
         log2_scale: x * log2_scale are logits in base 2.

@@ -135,6 +135,12 @@ class BackwardArrays(NamedTuple):
         lse_log2 = self.lse_log2 - math.log2(factor)
         return self._replace(lse_log2=lse_log2, delta=self.delta / factor)
 
+    def with_any_far(self) -> BackwardArrays:
+        """Adds whether some row of the call is far, for launches of which one computes nothing."""
+        # With the barrier these are two launches, otherwise four.
+        most = jnp.max(lax.optimization_barrier(self.auxiliary.far), keepdims=True)
+        return self._replace(auxiliary=self.auxiliary._replace(any_far=most.reshape(1)))
+
     def offset(self, problem: Problem, batch):
         """Returns the position of query 0 of a batch entry."""
         return self.q_offset[batch] if problem.traced_offset else problem.spec.q_offset

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 
 from ....core.problem import Problem
+from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.online_softmax import far_of
 
 # Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
@@ -28,6 +29,8 @@ class Part(enum.Enum):
     ALL = "all"
     NEAR = "near"  # small logits; it says where there were others
     FAR = "far"  # what NEAR has left
+    ALL_IF_NEAR = "all if near"  # none, if some row of the call has large logits
+    ALL_IF_FAR = "all if far"  # none, if no row has
 
 
 def parts(tiles: int, wanted: bool) -> tuple[Part, ...]:
@@ -66,6 +69,20 @@ def leaves_in_backward(problem: Problem) -> bool:
     masked = not problem.spec.mask.is_trivial
     gains = problem.head_dim == 64 or (problem.head_dim in (96, 128) and masked)
     return gains and problem.features <= ALLOWED and _may_leave(problem)
+
+
+def splits_calls(problem: Problem) -> bool:
+    """Says whether the fused backward that sums a bias's gradient has two launches, one idle.
+
+    Its CTAs take KV tiles of several heads, with one loop for all. H200, B = 128, 4 heads of 64,
+    T=1024 and 2048: 1.05 and 1.06 of one launch; at 32 and 16 1.00 (T=1024).
+
+    Args:
+        problem: problem with native head dims.
+    """
+    tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // (2 * WARPGROUP_ROWS))
+    far = bool(far_of(problem.spec, problem.dtype))
+    return problem.head_dim == 64 and tiles >= ENOUGH and far
 
 
 def _may_leave(problem: Problem) -> bool:

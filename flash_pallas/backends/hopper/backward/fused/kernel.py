@@ -65,6 +65,8 @@ from .tiles import (
 
 # --- A CTA: its KV tiles, and the roles of its warpgroups -----------------------------------------
 
+LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # where rows with large logits are known not to be
+
 
 def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
     """Runs one CTA of a launch.
@@ -78,9 +80,20 @@ def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *
     """
     *made, smem = refs
     refs = kept | dict(zip(names, made, strict=True)), gmem, smem
+    run = functools.partial(run_cta, launch, *refs)
+    if launch.part in (Part.ALL_IF_NEAR, Part.ALL_IF_FAR):
+        some_far = gmem.auxiliary.any_far[0] > 0
+        pl.when(some_far if launch.part is Part.ALL_IF_FAR else ~some_far)(run)
+    else:
+        run()
+
+
+def run_cta(launch: Launch, *refs):
+    """Runs the one KV tile of a CTA or, in a persistent grid, all of them."""
     if launch.blocks.persistent:
         run_roles(persistent_cta(launch, *refs))
         return
+    _, gmem, _ = refs
     pair, block = launch.place(gmem)
     run = functools.partial(run_kv_tile, launch, *refs, pair, block)
     if launch.in_order or launch.pairs % launch.at_once == 0:
@@ -199,7 +212,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     """
     problem, schedule, part = cta.problem, mma_schedule(cta.blocks), cta.launch.part
     auxiliary, far = AuxiliaryInputs(problem, q_axis=1), None
-    if part is not Part.NEAR:  # not 0 if rows of the group are shifted; None: none can be
+    if part not in LOOKS_AT_NONE:  # not 0 if rows of the group are shifted; None: none can be
         # Its way from device memory is as long as that of K and V.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
@@ -213,7 +226,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     schedule.start(cta)
     near_step = functools.partial(step, cta, rows, (dk_acc, dv_acc))
     far_step = functools.partial(near_step, far=far)
-    if part is Part.NEAR:
+    if part in LOOKS_AT_NONE:
         cta.q_tiles.visit(near_step)
     elif part is Part.FAR:
         cta.q_tiles.visit(far_step, in_one_loop=True)
@@ -355,7 +368,8 @@ def narrows(cta: FusedCta, masked: bool) -> bool:
     bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where nothing spills
     without narrow tiles.
     """
-    return not masked and cta.problem.head_dim < 128 and cta.launch.part is Part.ALL
+    both = cta.launch.part in (Part.ALL, Part.ALL_IF_FAR)
+    return not masked and cta.problem.head_dim < 128 and both
 
 
 def narrowed(tiles, dtype):
@@ -1008,7 +1022,10 @@ def backward_fused(
     if clears:
         given = given.with_padding(operands, *tile)
 
-    portion = functools.partial(run_portion, launches_of(problem, blocks, interpret), arrays)
+    launches = launches_of(problem, blocks, interpret)
+    if launches[0].part is Part.ALL_IF_NEAR:
+        given = given.with_any_far()
+    portion = functools.partial(run_portion, launches, arrays)
     starts = origins(problem, blocks)
     results, dbias = {}, None
     if blocks.kv_launches > 1 or by_heads(problem, blocks):  # its parts are put in their places
@@ -1055,7 +1072,7 @@ def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbi
         run = functools.partial(run_launch, launch, like, given, tuple(made))
         kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
         results = kept | made
-        if blocks.kv_launches > 1:
+        if blocks.kv_launches > 1 and launch.part is not Part.ALL_IF_NEAR:  # the other follows
             results, dbias = put_dbias(launch, results, dbias, given)
     if "dbias" in results and dbias is not None:
         results, dbias = put_dbias(launches[0], results, dbias, given)
@@ -1080,7 +1097,7 @@ def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, name
         grid=launch.grid,
         cluster=pipeline.cluster_axes(launch.blocks.bias_cluster),
         threads=WARPGROUPS + launch.blocks.producer + launch.blocks.sums_bias,
-        name="flash_pallas_backward_fused" + "_far" * (launch.part is Part.FAR),
+        name="flash_pallas_backward_fused" + "_far" * (launch.part in (Part.FAR, Part.ALL_IF_FAR)),
         interpret=launch.interpret,
     )
     for name, x in zip(names, run(given), strict=True):

@@ -18,7 +18,7 @@ from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
-from ...common.far_rows import Part, leaves_in_backward, parts
+from ...common.far_rows import Part, leaves_in_backward, parts, splits_calls
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .tiles import (
@@ -228,6 +228,11 @@ def launches_of(
     each = num_blocks // blocks.kv_launches
     found = []
     for first in range(0, num_blocks, each):
+        if blocks.sums_bias and splits_calls(problem):
+            launch = dataclasses.replace(whole, first_block=first, num_blocks=each)
+            either = Part.ALL_IF_NEAR, Part.ALL_IF_FAR
+            found += [dataclasses.replace(launch, part=part) for part in either]
+            continue
         near, *far = parts(pairs * each, may_leave(blocks) and leaves_in_backward(problem))
         launch = dataclasses.replace(whole, first_block=first, num_blocks=each, part=near)
         found.append(launch)
