@@ -47,7 +47,7 @@ TIMING: dict[str, tuple[str, ...]] = {
     "fa4.json": (),
     "wide.json": (),
     "charts.json": (),
-    "versions.json": ("flash_pallas",),
+    "h100.json": (),
     "portable.json": (),
     "h200_deterministic.json": ("flash_pallas_deterministic",),
     "h200_baselines.json": ("triton_baseline", "jax_xla"),
