@@ -54,7 +54,7 @@ from ...common.far_rows import Part
 from ...common.pipeline import WARP, WARPGROUP, Padding, Ring, loader, rows_of, warpgroup_rows
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
-from .launches import FusedCta, Launch, by_heads, launches_of, opaque, origins, summed
+from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
     WARPGROUPS,
     FusedBlocks,
@@ -114,17 +114,11 @@ def run_kv_tile(
     parts = launch.blocks.split_q
     tile = launch.kv_tile(gmem, pair, block)
     q_tiles = launch.q_tiles(gmem, tile, block)
-    turns = []
-    for n in range(launch.kv_in_turn if launch.kv_in_turn > 1 else 0):
-        place = launch.kv_tile(gmem, pair, block + n)
-        found = launch.q_tiles(gmem, place, block + n)
-        turns.append((place, dataclasses.replace(found, opaque=launch.blocks.ping_pong)))
     if parts > 1 and isinstance(q_tiles, QTileRange):
         part = lax.axis_index("part")
         results = results | {name: results[name].at[part] for name in ("dk", "dv")}
         q_tiles = q_tiles.cut(part, parts)
     cta = cta_at(launch, (results, gmem, smem), tile, q_tiles)
-    cta = dataclasses.replace(cta, turns=tuple(turns))
     run = functools.partial(run_roles, cta)
     if launch.part is Part.NEAR:
         pl.when(gmem.auxiliary.far[cta.batch, cta.kv_head] == 0)(run)
@@ -198,11 +192,7 @@ def consume(cta: FusedCta):
         cta = start_inline_loads(cta)
     sums = [plgpu.ACC((WARPGROUP_ROWS, cta.problem.head_dim), jnp.float32)] * 2
     if cta.kv_tiles is None:
-        for n in range(max(1, len(cta.turns))):
-            here = cta.at(n)
-            if n:  # nothing is held for it over the loop before
-                here = dataclasses.replace(here.anew(), q_tiles=here.q_tiles.apart(opaque))
-            pl.run_scoped(functools.partial(consume_kv_tile, here), *sums)
+        pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums)
     else:
 
         @pl.loop(jnp.int32(0), cta.kv_tiles[0])
@@ -403,7 +393,7 @@ def epilogue(cta: FusedCta, dk, dv):
     dk_at, dv_at = (rows_of(cta.results[name], cta.own_keys, cta.smem.k) for name in ("dk", "dv"))
     plgpu.copy_smem_to_gmem(cta.smem.k.at[slot, keys], dk_at, commit_group=False)
     plgpu.copy_smem_to_gmem(cta.smem.v.at[slot, keys], dv_at)
-    if cta.blocks.refills_kv:
+    if cta.kv_tiles is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         cta.kv.release(cta.kv_index)
 
@@ -528,7 +518,7 @@ class PingPong(GradientGemms):
             dk_without_dq(cta, n, ds, dk_acc)
             return
         of_dq = handed = self.of_dq(cta, n)
-        if cta.several:  # what lies there in the first turn is of the KV tile before
+        if cta.kv_tiles is not None:  # what lies there in the first turn is of the KV tile before
             handed = lax.select(n == 0, cta.before, handed)
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
@@ -801,15 +791,14 @@ def load(cta: FusedCta):
     cta.visit(load_kv_tile)
     cta.q.drain(cta.total)
     cta.do.drain(cta.total)
-    if cta.blocks.refills_kv:
-        cta.kv.drain(jnp.int32(len(cta.turns)) if cta.turns else cta.kv_tiles[0])
+    if cta.kv_tiles is not None:
+        cta.kv.drain(cta.kv_tiles[0])
 
 
 def load_kv_tile(cta: FusedCta, kv_index):
     """Loads K and V once, then Q, LSE, dO and delta of every Q tile."""
     cta = cta.at(kv_index)
-    if cta.blocks.refills_kv:
-        cta.kv.wait_empty(cta.kv_index)
+    cta.kv.wait_empty(cta.kv_index)
     load_kv(cta)
 
     @pl.loop(jnp.int32(0), cta.q_tiles.total)

@@ -111,15 +111,10 @@ class Launch:
         # Of four axes the first two become one, of 65,535 at most.
         return {
             "section": sections,
-            "kv": self.num_blocks // self.kv_in_turn,
+            "kv": self.num_blocks,
             **({"part": blocks.split_q} if blocks.split_q > 1 else {}),
             "pair": self.at_once // blocks.bias_cluster,
         }
-
-    @property
-    def kv_in_turn(self) -> int:
-        """Number of KV tiles of a CTA, neighbors of one pair, without a persistent grid."""
-        return 1 if self.blocks.persistent or self.in_order else self.blocks.kv_in_turn
 
     @property
     def in_order(self) -> bool:
@@ -138,7 +133,7 @@ class Launch:
         size = self.blocks.bias_cluster
         within = lax.axis_index("pair") * size + pipeline.cluster_rank(size)
         pair = lax.axis_index("section") * self.at_once + within
-        return pair, lax.axis_index("kv") * self.kv_in_turn + self.first_block
+        return pair, lax.axis_index("kv") + self.first_block
 
     def persistent_tiles(self, gmem: BackwardArrays) -> tuple[Any, Callable[[Any], KvTile]]:
         """Returns how many KV tiles this CTA of a persistent grid takes, and which is the n-th."""
@@ -310,7 +305,7 @@ def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
     Without a persistent grid it returns whether there is one slot for K and V.
     """
     if not blocks.persistent:
-        return blocks.kv_stages <= blocks.kv_in_turn
+        return blocks.kv_stages == 1
     alike = problem.spec.mask.is_trivial and not problem.traced_offset
     plain = blocks.producer and blocks.split_q == 1 and blocks.mask_all
     return alike and plain and not problem.is_dynamic
@@ -452,11 +447,6 @@ def summed(parts, like):
 # --- What a CTA knows: its refs, its KV tiles and their range of Q tiles --------------------------
 
 
-def opaque(x):
-    """Returns the same number, which ptxas cannot tell from another; static ones as they are."""
-    return x if ints.is_static(x) else lax.optimization_barrier(x)
-
-
 @dataclasses.dataclass(frozen=True)
 class FusedCta:
     """The refs and the place of one CTA, as one of its warpgroups sees them.
@@ -473,9 +463,7 @@ class FusedCta:
         wg: number of the warpgroup; an int with `FusedBlocks.whole_dq`.
         kv_tiles: of a persistent CTA: see `Launch.persistent_tiles`. Each KV tile has equally many
             Q tiles. None: there is one KV tile.
-        turns: KV tiles with their Q tiles, of a CTA that takes several of them in turn.
         kv_index: number of the KV tile among those of this CTA.
-        earlier: number of Q tiles of the KV tiles before this one, with `turns`.
         held_v: V of this warpgroup's keys in registers, with `FusedBlocks.holds_v`.
     """
 
@@ -491,9 +479,7 @@ class FusedCta:
     q_tiles: QTileRange | QTileList
     wg: Any
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
-    turns: tuple[tuple[KvTile, QTileRange | QTileList], ...] = ()
     kv_index: Any = 0
-    earlier: Any = 0
     held_v: Any = None
 
     @property
@@ -531,25 +517,17 @@ class FusedCta:
     def visit(self, body: Callable[[FusedCta, Any], None]):
         """Calls body(self, n) for every KV tile of this CTA; `at` returns the record there."""
         if self.kv_tiles is None:
-            for n in range(max(1, len(self.turns))):
-                body(self, n)
+            body(self, 0)
         else:
             pl.loop(jnp.int32(0), self.kv_tiles[0])(functools.partial(body, self))
 
     def at(self, n) -> FusedCta:
         """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
-        if not self.several:
+        if self.kv_tiles is None:
             return self
-        if self.turns:
-            tile, q_tiles = self.turns[n]
-            earlier = sum((found.total for _, found in self.turns[:n]), start=jnp.int32(0))
-            here = dataclasses.replace(
-                self, kv_index=n, tile=tile, q_tiles=q_tiles, earlier=earlier
-            )
-        else:
-            tile = self.kv_tiles[1](n)
-            q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
-            here = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
+        tile = self.kv_tiles[1](n)
+        q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
+        here = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
         before = here.before
         return dataclasses.replace(
             here, q=self.q._replace(before=before), do=self.do._replace(before=before)
@@ -558,26 +536,17 @@ class FusedCta:
     @property
     def before(self):
         """Number of Q tiles of the KV tiles before this one."""
-        if self.turns:
-            return self.earlier
         return 0 if self.kv_tiles is None else self.kv_index * self.q_tiles.total
-
-    @property
-    def several(self) -> bool:
-        """True if this CTA has several KV tiles."""
-        return bool(self.turns) or self.kv_tiles is not None
 
     @property
     def total(self):
         """Number of Q tiles of all KV tiles of this CTA."""
-        if self.turns:
-            return sum((found.total for _, found in self.turns), start=jnp.int32(0))
         total = self.q_tiles.total
         return total if self.kv_tiles is None else self.kv_tiles[0] * total
 
     def count(self, n):
         """Returns the number of this KV tile's n-th Q tile among all Q tiles of the CTA."""
-        return n + self.before if self.several else n
+        return n if self.kv_tiles is None else n + self.before
 
     @property
     def kv_slot(self):
@@ -614,6 +583,7 @@ class FusedCta:
         Addresses that two loops have in common are held over both: 28 bytes of spills at head dim
         64, which the first of them, the one that matters, loads again in every step.
         """
+        opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
         tile, q_tiles = tuple(map(opaque, self.tile)), self.q_tiles.apart(opaque)
         here, kv_index = self.anew(), opaque(self.kv_index)
         return dataclasses.replace(here, tile=tile, kv_index=kv_index, q_tiles=q_tiles)

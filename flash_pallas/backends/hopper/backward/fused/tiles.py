@@ -54,10 +54,7 @@ class FusedBlocks:
             time has sums of the gradient of a bias.
         persistent_clusters: size of the persistent grid, in clusters or CTAs; see `Launch`. 1: one
             for each KV tile.
-        kv_in_turn: number of KV tiles that a CTA takes one after the other, each with code of its
-            own; see launches.py. 1 with a persistent grid.
-        kv_stages: number of KV tiles whose K and V lie in shared memory, in a CTA that takes
-            several.
+        kv_stages: number of KV tiles whose K and V lie in shared memory, in a persistent CTA.
     """
 
     block_q: int = 64
@@ -80,7 +77,6 @@ class FusedBlocks:
     num_launches: int = 1
     kv_launches: int = 1
     persistent_clusters: int = 1
-    kv_in_turn: int = 1
     kv_stages: int = 1
 
     block_kv = 2 * WARPGROUP_ROWS
@@ -100,11 +96,6 @@ class FusedBlocks:
     def persistent(self) -> bool:
         """True if the grid is persistent: a CTA takes several KV tiles."""
         return self.persistent_clusters > 1
-
-    @property
-    def refills_kv(self) -> bool:
-        """True if a CTA loads K and V into slots that it has used before."""
-        return self.persistent or self.kv_in_turn > self.kv_stages
 
     @property
     def received_rows(self) -> int:
@@ -408,7 +399,7 @@ class FusedSmem(NamedTuple):
     arrived: Any = None  # an mbarrier, of what is received
     # mbarriers; those without a count have one arrival
     kv_full: Any = None  # K and V
-    kv_empty: Any = None  # of more tiles than slots: each warpgroup, whose dK and dV have been read
+    kv_empty: Any = None  # persistent: each warpgroup, whose dK and dV have been read
     q_full: Any = None  # Q, lse and what modifiers read
     q_empty: Any = None  # each warpgroup
     do_full: Any = None
@@ -465,7 +456,7 @@ def scratch(
         kv_full=bar(num_arrivals=2, num_barriers=blocks.kv_stages),
         kv_empty=(
             bar(num_arrivals=WARPGROUPS, num_barriers=blocks.kv_stages)
-            if blocks.refills_kv
+            if blocks.persistent
             else None
         ),
         q_full=bar(num_arrivals=2 + auxiliary.copies, num_barriers=blocks.stages),
