@@ -32,7 +32,8 @@ ON_HOPPER, ON_PORTABLE = (
          "additive_max_logit", "additive_deterministic", "additive_256", "far_entries",
          "far_entries_128", "far_entries_96", "far_entries_96_full", "far_entries_float16",
          "far_entries_of_blocks", "far_entries_sinks", "far_entries_lengths",
-         "far_entries_lengths_alibi", "far_entries_dropout", "far_entries_score_mod"),
+         "far_entries_lengths_alibi", "far_entries_dropout", "far_entries_score_mod",
+         "far_entries_mask_mod_lengths", "far_entries_softcap_dropout", "far_entries_everything"),
         ("scores_of_2^12_float16", "scores_and_sinks", "additive_dropout", "additive_segments",
          "additive_lengths_window", "additive_alibi", "additive_128"),
     )
