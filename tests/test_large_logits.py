@@ -160,6 +160,7 @@ PAIR_BIAS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough(always=["far_pair_bias_portions"])
 @pytest.mark.interpret
 @pytest.mark.parametrize(("case", "blocks"), PAIR_BIAS, ids=[case.name for case, _ in PAIR_BIAS])
 def test_launches_of_which_one_is_idle(case, blocks, monkeypatch):
