@@ -151,7 +151,7 @@ def test_hopper_kernels(case, monkeypatch):
 
 
 PAIR_BIAS = [
-    (Case(f"{name}_pair_bias_{what}", N=4, K=2, B=2, T=100, S=300, bias="1NTS", dtype="bfloat16",
+    (Case(f"{name}_pair_bias_{what}", N=2, K=2, B=2, T=70, S=300, bias="1NTS", dtype="bfloat16",
           magnitude=magnitude), blocks)
     for name, magnitude in (("near", 0), ("far", (0, 15)))
     for what, blocks in (
@@ -160,7 +160,7 @@ PAIR_BIAS = [
 ]  # fmt: skip
 
 
-@pytest.mark.thorough(always=["far_pair_bias_portions"])
+@pytest.mark.thorough(always=["far_pair_bias_persistent"])
 @pytest.mark.interpret
 @pytest.mark.parametrize(("case", "blocks"), PAIR_BIAS, ids=[case.name for case, _ in PAIR_BIAS])
 def test_launches_of_which_one_is_idle(case, blocks, monkeypatch):
