@@ -5,7 +5,8 @@ call ever runs it, but in some kernels it makes the other code slower: the forwa
 without a mask by 2.4 %, the causal backward of 64 by 5.9 % and of 128 by 2.0 % (H100, T=4096;
 benchmarks/NOTES.md, "Large logits"). There, the kernel that all calls run has none of it. It
 says where it met such rows, and leaves their CTA or their group of heads to a second launch, which
-ends at once where there are none.
+ends at once where there are none. CTAs that take several heads, in the backward that sums a bias's
+gradient, leave all of a call or nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import enum
 
 from ....core.problem import Problem
-from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.online_softmax import far_of
 
 # Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
@@ -71,16 +71,16 @@ def leaves_in_backward(problem: Problem) -> bool:
     return gains and problem.features <= ALLOWED and _may_leave(problem)
 
 
-def splits_calls(problem: Problem) -> bool:
+def leaves_calls(problem: Problem, tiles: int) -> bool:
     """Says whether the fused backward that sums a bias's gradient has two launches, one idle.
 
-    Its CTAs take KV tiles of several heads, with one loop for all. H200, B = 128, 4 heads of 64,
-    T=1024 and 2048: 1.05 and 1.06 of one launch; at 32 and 16 1.00 (T=1024).
+    H200, B = 128, 4 heads of 64, T=1024 and 2048: 1.05 and 1.07 times as fast as one launch; at 32
+    and 16 1.00 and 1.01 (T=1024).
 
     Args:
         problem: problem with native head dims.
+        tiles: number of KV tiles of the call.
     """
-    tiles = problem.batch * problem.kv_heads * -(-problem.kv_len // (2 * WARPGROUP_ROWS))
     far = bool(far_of(problem.spec, problem.dtype))
     return problem.head_dim == 64 and tiles >= ENOUGH and far
 

@@ -18,7 +18,7 @@ from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
-from ...common.far_rows import Part, leaves_in_backward, parts, splits_calls
+from ...common.far_rows import Part, leaves_calls, leaves_in_backward, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .tiles import (
@@ -226,19 +226,17 @@ def launches_of(
     whole = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
     num_blocks = -(-problem.kv_len // blocks.block_kv)
     each = num_blocks // blocks.kv_launches
-    found = []
-    for first in range(0, num_blocks, each):
-        if blocks.sums_bias and splits_calls(problem):
-            launch = dataclasses.replace(whole, first_block=first, num_blocks=each)
-            either = Part.ALL_IF_NEAR, Part.ALL_IF_FAR
-            found += [dataclasses.replace(launch, part=part) for part in either]
-            continue
+    all_tiles = problem.batch * problem.kv_heads * num_blocks
+    if blocks.sums_bias and leaves_calls(problem, all_tiles):
+        chosen = [(Part.ALL_IF_NEAR, blocks), (Part.ALL_IF_FAR, blocks)]
+    else:
         near, *far = parts(pairs * each, may_leave(blocks) and leaves_in_backward(problem))
-        launch = dataclasses.replace(whole, first_block=first, num_blocks=each, part=near)
-        found.append(launch)
-        tiles = for_far_rows(pairs, blocks)
-        found += [dataclasses.replace(launch, blocks=tiles, part=part) for part in far]
-    return tuple(found)
+        chosen = [(near, blocks), *((part, for_far_rows(pairs, blocks)) for part in far)]
+    return tuple(
+        dataclasses.replace(whole, blocks=tiles, first_block=first, num_blocks=each, part=part)
+        for first in range(0, num_blocks, each)
+        for part, tiles in chosen
+    )
 
 
 def may_leave(blocks: FusedBlocks) -> bool:
