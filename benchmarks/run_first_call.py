@@ -4,8 +4,9 @@
 
 Each process makes its inputs and then traces, lowers, compiles and runs one program that it has not
 seen before. Processes of all contestants take turns, and a round is in another order than the one
-before. "Cached" programs are in JAX's persistent cache, where an earlier process left them. Without
-a GPU the calls of this package are those of its jnp backend.
+before. "Cached" programs are in JAX's persistent cache, where an earlier process left them.
+"Exported" ones are there, too, and are not traced and lowered but read from a file of `jax.export`.
+Without a GPU the calls of this package are those of its jnp backend.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 
 from . import first_calls, gate, llama, results, run_training, steps, suites, tables, timing
 from .first_calls import PHASES
-from .training_tables import CACHED, YARDSTICK
+from .training_tables import CACHED, EXPORTED, YARDSTICK
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
 WORK = ("forward", "gradient", "training step")
@@ -50,6 +51,8 @@ CONTESTANTS = {
     YARDSTICK: Contestant(YARDSTICK),
     f"flash_pallas{CACHED}": Contestant("flash_pallas", _CACHE),
     f"{YARDSTICK}{CACHED}": Contestant(YARDSTICK, _CACHE),
+    f"flash_pallas{EXPORTED}": Contestant("flash_pallas", _CACHE),
+    f"{YARDSTICK}{EXPORTED}": Contestant(YARDSTICK, _CACHE),
 }
 SHAPES = {
     "1b": suites.Shape(4, 4096, 16, 16, 128),
@@ -77,7 +80,10 @@ def program(work: str, attention: str, size: str) -> tuple[Any, Callable[[], tup
 
 def measure(work: str, name: str, size: str) -> dict[str, float]:
     """Returns the seconds of each phase of the first call, in this process."""
-    function, make = program(work, CONTESTANTS[name].attention, size)
+    attention = CONTESTANTS[name].attention
+    function, make = program(work, attention, size)
+    if name.endswith(EXPORTED):
+        function = first_calls.Exported(function, pathlib.Path(os.environ[FOLDER]) / attention)
     _, seconds, _ = first_calls.first_run(function, *jax.block_until_ready(make()))
     return seconds
 
@@ -101,7 +107,7 @@ def rows(arguments, work: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             found[name] = []
-            # Its first process fills the cache and has no number.
+            # Its first process fills the cache, or exports its program, and has no number.
             if FOLDER in CONTESTANTS[name].environment:
                 answer(arguments, work, name, folder)
         for turn in range(arguments.rounds):

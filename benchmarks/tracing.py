@@ -20,12 +20,15 @@ from .gate import Inputs
 from .timing import Launch
 
 # What the exported programs call and jax does not promise to keep: all run where they were made.
-_CUSTOM_CALLS = (
-    "mosaic_gpu",
-    "mosaic_gpu_v2",
-    "triton_kernel_call",
-    "__cudnn$fmhaSoftmax",
-    "__cudnn$fmhaSoftmaxBackward",
+CHECKS = tuple(
+    jax.export.DisabledSafetyCheck.custom_call(name)
+    for name in (
+        "mosaic_gpu",
+        "mosaic_gpu_v2",
+        "triton_kernel_call",
+        "__cudnn$fmhaSoftmax",
+        "__cudnn$fmhaSoftmaxBackward",
+    )
 )
 
 
@@ -90,9 +93,8 @@ def lower(attention: Attention, like: Inputs) -> Programs:
 
 def export(attention: Attention, like: Inputs) -> Programs:
     """Traces the same programs as records that can be pickled, for `lower_exported` elsewhere."""
-    allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
     exported = (
-        jax.export.export(function, disabled_checks=allowed)(*args)
+        jax.export.export(function, disabled_checks=CHECKS)(*args)
         for function, args in _jitted(attention, like)
     )
     # The derivative of an exported function is a closure, which cannot be pickled.

@@ -11,7 +11,8 @@ from .first_calls import PHASES
 from .markdown import grid, reasons, thousands, unique
 
 YARDSTICK = "jax_cudnn"
-CACHED = ", cached"  # ends the name of a contestant whose program is in JAX's cache
+# Ends of the names of contestants: the program is in JAX's cache; `jax.export` kept it, too.
+CACHED, EXPORTED = ", cached", ", exported"
 
 
 def render(results: dict[str, Any]) -> str:
@@ -36,7 +37,8 @@ def render_first_calls(results: dict[str, Any]) -> str:
     """Tabulates the seconds of first calls, by phase and in all, next to cuDNN's."""
     rows, body = results["rows"], []
     for row in (row for row in rows if row["refused"] is None):
-        ratio = row["relative"].get(YARDSTICK + CACHED * row["provider"].endswith(CACHED))
+        kept = (end for end in (CACHED, EXPORTED) if row["provider"].endswith(end))
+        ratio = row["relative"].get(YARDSTICK + next(kept, ""))
         phases = (f"{row[n]:.2f}" for n in PHASES)
         line = [row["work"], row["provider"], *phases, f"{row['first_s']:.2f}"]
         body.append([*line, f"{row['spread']:.0%}", "-" if ratio is None else f"{ratio:.2f}"])

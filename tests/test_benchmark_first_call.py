@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import first_calls, results, run_first_call
+from benchmarks import first_calls, results, run_first_call, training_tables
 
 TELL = "import os; from benchmarks.first_calls import tell; "
 
@@ -65,6 +67,29 @@ def test_the_yardstick_of_a_cached_program_is_cached():
 def test_each_phase_is_measured():
     found = run_first_call.measure("forward", "flash_pallas", "tiny")
     assert tuple(found) == run_first_call.PHASES and min(found.values()) > 0
+
+
+def test_an_exported_program_is_not_traced_again(tmp_path):
+    traced = []
+
+    def square(tree):
+        traced.append(tree)
+        return {"square": tree["x"] ** 2}
+
+    x = {"x": jnp.arange(3.0)}
+    for _ in range(2):  # the second as another process would
+        function = first_calls.Exported(jax.jit(square), tmp_path / "program")
+        _, seconds, (found,) = first_calls.first_run(function, x)
+        assert found.tolist() == [0, 1, 4] and tuple(seconds) == first_calls.PHASES
+        assert len(traced) == 1
+
+
+@pytest.mark.parametrize("end", [training_tables.CACHED, training_tables.EXPORTED])
+def test_kept_programs_are_compared_with_those_kept_the_same_way(end):
+    row = {"work": "forward", "provider": f"flash_pallas{end}", "refused": None, "spread": 0.0}
+    row |= dict.fromkeys((*run_first_call.PHASES, "first_s"), 1.0)
+    row["relative"] = {"jax_cudnn": 3.0, f"jax_cudnn{end}": 2.0}
+    assert training_tables.render_first_calls({"rows": [row]}).splitlines()[2].endswith("| 2.00 |")
 
 
 @pytest.mark.parametrize(
