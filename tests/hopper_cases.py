@@ -494,6 +494,22 @@ ON_DEVICE = (
     _float32("float32_long_softcap", T=1500, S=1500, causal=True, softcap=3.0, alibi="N"),
 )
 
+_TRIANGLE = {"T": 300, "S": 300, "K": 2, "causal": True}
+
+# CTAs store dQ of the queries at their keys' positions, where pairs are worked on one at a time:
+# see backends/hopper/backward/fused/diagonal.py.
+DIAGONAL = (
+    _case("diagonal_64", **_TRIANGLE, B=2),
+    _case("diagonal_128", **_TRIANGLE, B=2, H=128),
+    _case("diagonal_96_one_tile", **_TRIANGLE | {"T": 130, "S": 130}, H=96),
+    _case("diagonal_32_window", **_TRIANGLE, H=32, window=(140, 0)),
+    _case("diagonal_16_float16", **_TRIANGLE, H=16, dtype="float16"),
+    _case("diagonal_alibi_dropout", **_TRIANGLE, alibi="BN", dropout_rate=0.2, B=2),
+    _case("diagonal_128_score_mod_bias", **_TRIANGLE, H=128, score_mod="relative", bias="1N1S"),
+    _case("diagonal_far_sinks", **_TRIANGLE, B=2, sinks=True, magnitude=(0, 15)),
+    _case("diagonal_128_far", **_TRIANGLE, B=2, H=128, magnitude=(15, 0)),
+)
+
 # Logits of any size: small ones, and of several tiles of every kernel.
 _SIZES = {"values": (-1e4, -1e9, -3e38), "T": 700, "S": 700}
 LARGE_ON_DEVICE = (

@@ -12,6 +12,8 @@ JAX's interpreter (0.11, 0.12) lacks or simplifies parts of these kernels. This 
   `wgmma_accumulator_load(wait_n=n)` retires it, so a slot released too early is a race, and so is
   touching an accumulator that is still being added to;
 * `copy_smem_to_gmem(reduction_op=...)`;
+* words in device memory by which CTAs tell each other what they have written (`inline.set_bits`,
+  `inline.await_bits`): who waits for a CTA that starts later is a deadlock;
 * the race rules of `interpreter_races`, and an end to deadlocks.
 
 Multicast is still missing and runs only on a GPU: for a copy with `collective_axes` every CTA
@@ -36,6 +38,8 @@ from jax._src import core as jax_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flash_pallas.backends.gpu import inline
 
 from . import interpreter_callbacks as callbacks
 from .interpreter_races import RaceLog, WatchedCondition, reset_monitor
@@ -115,22 +119,43 @@ def _interpret_store(interpreter, eqn, token, invals):
     return _emit(interpreter, store, token, key=key, value=value), [value]
 
 
+def _interpret_bits(function, interpreter, eqn, token, invals):
+    key, index, bits = invals
+    function = functools.partial(function, source_info=eqn.source_info)
+    return _emit(interpreter, function, token, key=key, index=index, bits=bits), []
+
+
+def _interpret_fence(interpreter, eqn, token, _):
+    return _emit(interpreter, callbacks.fence_copies, token), []
+
+
 _RULES = {
     gpu_primitives.wgmma_wait_p: _interpret_wait,
     gpu_primitives.wgmma_accumulator_store_p: _interpret_store,
 }
+_INLINE_RULES = {
+    inline.set_bits_body: functools.partial(_interpret_bits, callbacks.set_bits),
+    inline.await_bits_body: functools.partial(_interpret_bits, callbacks.await_bits),
+    inline.fence_copies_body: _interpret_fence,
+}
+
+
+def _rule(eqn):
+    if eqn.primitive is gpu_primitives.inline_mgpu_p:
+        return _INLINE_RULES.get(eqn.params["mgpu_fn"])
+    return _RULES.get(eqn.primitive)
 
 
 def _interpret(original, self, jaxpr, token, *args):
-    """Runs JaxprInterpreter.interpret with `_RULES`; JAX gets all other equations, one by one."""
-    if not any(eqn.primitive in _RULES for eqn in jaxpr.eqns):
+    """Runs JaxprInterpreter.interpret with these rules; JAX gets other equations, one by one."""
+    if not any(map(_rule, jaxpr.eqns)):
         return original(self, jaxpr, token, *args)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     read = lambda atom: atom.val if isinstance(atom, jax_core.Literal) else env[atom]
     for eqn in jaxpr.eqns:
         outs = [v for v in eqn.outvars if not isinstance(v, jax_core.DropVar)]
-        if eqn.primitive in _RULES:
-            token, values = _RULES[eqn.primitive](self, eqn, token, [read(v) for v in eqn.invars])
+        if rule := _rule(eqn):
+            token, values = rule(self, eqn, token, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, values, strict=True))
             continue
         ins = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jax_core.Literal)))

@@ -160,6 +160,51 @@ def log_tma_write(task, tma_thread_id: int, memory) -> None:
     )
 
 
+def _word(key, index) -> tuple[Key, int, np.ndarray]:
+    """Returns the buffer of words in device memory, the index of one, and all their values."""
+    key = Key.from_array(key)
+    return key, int(index), _read(key, _access(key, ()))
+
+
+@gpu_callbacks.fail_on_exception
+def set_bits(*, token, thread, key, index, bits, source_info=None):
+    """Implements `inline.set_bits`: who waits for them sees what this thread has written."""
+    memory = gpu_callbacks._get_shared_memory()
+    key, index, words = _word(key, index)
+    if words[index] & int(bits):
+        where = source_info_util.summarize(source_info)
+        monitor().races.append(f"bits {int(bits):#x} of word {index} at {where} were set before")
+    words[index] |= int(bits)
+    memory.store_buffer_content(key, _access(key, ()), words, thread)
+    if memory.detect_races:
+        now = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().tell((key, index), int(bits), now)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def await_bits(*, token, thread, key, index, bits, source_info=None):
+    """Implements `inline.await_bits`; CTAs run one after the other, so it finds them or never."""
+    memory = gpu_callbacks._get_shared_memory()
+    key, index, words = _word(key, index)
+    if ~words[index] & int(bits):
+        where = source_info_util.summarize(source_info)
+        found = f"bits {int(words[index]):#x} of word {index}, not {int(bits):#x}"
+        monitor().deadlocks.append(f"{thread} at {where} found {found}")
+        raise RuntimeError(monitor().deadlocks[-1])
+    if memory.detect_races:
+        now = memory.incr_clock(thread).generic_clock
+        gpu_callbacks.get_races().hear((key, index), int(bits), now)
+    return token
+
+
+@gpu_callbacks.fail_on_exception
+def fence_copies(*, token, thread):
+    """Implements `inline.fence_copies`."""
+    gpu_callbacks._get_shared_memory().commit_smem(thread)
+    return token
+
+
 _REDUCTION_LOCK = threading.Lock()
 _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
 from flash_pallas.backends.gpu import bias_tiles
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.dbias import tiles as dbias_tiles
-from flash_pallas.backends.hopper.backward.fused import kernel, tiles
-from flash_pallas.backends.hopper.common import tile_lists
+from flash_pallas.backends.hopper.backward.fused import diagonal, kernel, tiles
+from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
 from . import checks
 from .hopper_cases import (
+    DIAGONAL,
     FLOAT32,
     FORWARD_BLOCKS,
     FUSED_BLOCKS,
@@ -27,7 +30,7 @@ from .hopper_cases import (
     WIDE,
     WITHOUT_PRODUCER,
 )
-from .interpreter import race_checked
+from .interpreter import DeadlockError, RaceError, race_checked
 
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
@@ -94,6 +97,36 @@ def test_sections_of_heads_and_batch(monkeypatch):
     monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
+
+
+@pytest.mark.thorough(always=["diagonal_64", "diagonal_128_far"])
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", DIAGONAL, ids=str)
+def test_dq_is_stored_at_the_diagonal(monkeypatch, case):
+    cleared = mock.Mock(wraps=diagonal.cleared)
+    monkeypatch.setattr(diagonal, "cleared", cleared)
+    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    with race_checked():
+        checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
+    assert cleared.called
+
+
+@pytest.mark.interpret
+def test_ctas_that_wait_for_later_ones_are_a_deadlock(monkeypatch):
+    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(diagonal, "block_of", lambda launch, index: index)
+    with pytest.raises(DeadlockError, match="found bits 0x0 of word 0, not 0x6"), race_checked():
+        checks.run(checks.bind(BACKEND), DIAGONAL[0])
+
+
+@pytest.mark.interpret
+def test_ctas_that_do_not_wait_for_what_they_add_to_race(monkeypatch):
+    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(diagonal, "await_others", lambda cta: None)
+    monkeypatch.setattr(diagonal, "look", lambda cta: None)
+    with pytest.raises(RaceError, match="reduction of"), race_checked():
+        checks.run(checks.bind(BACKEND), DIAGONAL[0])
 
 
 @pytest.mark.thorough

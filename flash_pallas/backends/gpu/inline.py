@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from ...core.mask import Limits
 
@@ -347,6 +347,65 @@ def unknown(x, interpret: bool):
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
     )(_unknown_body)
     return run(x)
+
+
+# --- Words in device memory, by which CTAs of one launch tell each other what they have written ---
+# For single warps, as those of a producer warpgroup.
+
+
+def _word(words, index):
+    element = arith.index_cast(ir.IndexType.get(), splat(index))
+    return mgpu.utils.memref_ptr(mgpu.utils.memref_slice(words, (mgpu.ds(element, 1),)))
+
+
+def set_bits_body(_, words, index, bits):
+    """Emits `set_bits`."""
+    code = "red.release.gpu.global.or.b32 [$0], $1;"
+    with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARP):
+        mgpu.utils.inline_ptx(code, _word(words, index), splat(bits), has_side_effects=True)
+
+
+def set_bits(words, index, bits):
+    """Sets bits of words[index], i32 in device memory, as a warp, behind what it has written.
+
+    Copies out of shared memory must be complete before.
+    """
+    _on_word(set_bits_body)(words, jnp.int32(index), bits)
+
+
+def await_bits_body(_, words, index, bits):
+    """Emits `await_bits`."""
+    i32, word, bits = ir.IntegerType.get_signless(32), _word(words, index), splat(bits)
+    with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARP):
+        loop = scf.WhileOp([], [])
+        with ir.InsertionPoint(loop.before.blocks.append()):
+            code = "ld.acquire.gpu.global.b32 $0, [$1];"
+            found = mgpu.utils.inline_ptx(code, word, result_types=i32, has_side_effects=True)
+            missing = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(found, bits), bits)
+            scf.condition(missing, [])
+        with ir.InsertionPoint(loop.after.blocks.append()):
+            scf.yield_([])
+    mgpu.utils.warp_barrier()
+
+
+def await_bits(words, index, bits):
+    """Waits, as a warp, until words[index] has these bits; sees what was written before each."""
+    _on_word(await_bits_body)(words, jnp.int32(index), bits)
+
+
+def fence_copies_body(_):
+    """Emits `fence_copies`."""
+    mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+
+
+def fence_copies():
+    """Orders a warp's later copies out of shared memory behind what it has seen, or waited for."""
+    plgpu.inline_mgpu()(fence_copies_body)()
+
+
+def _on_word(body):
+    splats = (plgpu.Layout.WG_SPLAT,) * 2
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *splats))(body)
 
 
 # --- Registers of a tile in the WGMMA layout, for code that is written into the kernel as MLIR ----

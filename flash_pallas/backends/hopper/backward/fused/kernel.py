@@ -53,6 +53,7 @@ from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.far_rows import Part
 from ...common.pipeline import WARP, WARPGROUP, Padding, Ring, loader, rows_of, warpgroup_rows
 from ..operands import BackwardArrays, QTileList, QTileRange
+from . import diagonal
 from .dbias import gradient_of_bias, sum_dbias
 from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
@@ -658,7 +659,7 @@ def add_dq(cta: FusedCta, n):
     if cta.blocks.producer:
         plgpu.barrier_arrive(cta.smem.dq_full.at[cta.wg])
     else:
-        cta.add_dq(cta.query_tile(n), cta.wg)
+        cta.put_dq(cta.query_tile(n), cta.wg)
 
 
 def await_sums(cta: FusedCta, n):
@@ -773,17 +774,20 @@ def softmax_of(problem: Problem, blocks: FusedBlocks) -> Softmax:
 
 # --- The producer warpgroup: a warp loads, another adds dQ to device memory -----------------------
 
-LOAD_WARP, STORE_WARP = 0, 1
+LOAD_WARP, STORE_WARP, TELL_WARP, LOOK_WARP = range(4)
 
 
 def produce(cta: FusedCta):
-    """Runs the two warps of the producer over all tiles of this CTA."""
+    """Runs the warps of the producer over all tiles of this CTA."""
     plgpu.set_max_registers(cta.blocks.producer_registers, action="decrease")
 
     @plgpu.warp_map
     def _(warp):
         pl.when(warp == LOAD_WARP)(functools.partial(load, cta))
         pl.when(warp == STORE_WARP)(functools.partial(store_dq, cta))
+        if cta.launch.stores_dq:
+            pl.when(warp == TELL_WARP)(functools.partial(diagonal.tell, cta))
+            pl.when(warp == LOOK_WARP)(functools.partial(diagonal.look, cta))
 
 
 def load(cta: FusedCta):
@@ -878,23 +882,51 @@ def store_dq(cta: FusedCta):
 
 
 def store_dq_of_kv_tile(cta: FusedCta, kv_index):
-    """Adds the dQ tiles of one KV tile."""
+    """Adds the dQ tiles of one KV tile, or stores those to which nobody adds earlier."""
     cta = cta.at(kv_index)
+    total, zero = cta.q_tiles.total, jnp.int32(0)
+    if cta.launch.part is Part.FAR:  # nobody else has dQ of this pair
 
-    @pl.loop(jnp.int32(0), cta.q_tiles.total)
+        @pl.when(kv_index == 0)
+        def _():
+            put_dq_tiles(cta, zero, total, None)
+            plgpu.wait_smem_to_gmem(0)
+            inline.fence_copies()
+
+        pl.when(kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
+    elif cta.launch.stores_dq:
+        own = diagonal.own_tiles(cta)
+        put_dq_tiles(cta, zero, own, None)
+        diagonal.await_others(cta)
+        put_dq_tiles(cta, own, total, stored=own)
+        pl.when(own == total)(lambda: diagonal.has_stored(cta))
+    else:
+        put_dq_tiles(cta, zero, total)
+
+
+def put_dq_tiles(cta: FusedCta, start, stop, reduction_op: str | None = "add", stored=None):
+    """Adds dQ tiles in a range, as they come, or stores them; `stored`: tiles that were, if any."""
+    parts = cta.blocks.dq_parts
+    parts = tuple(reversed(parts)) if cta.blocks.ping_pong else parts
+
+    def put(n, wg):
+        plgpu.barrier_wait(cta.smem.dq_full.at[wg])
+        if stored is not None and wg == parts[0]:
+            # Behind the wait for a later tile: then what was stored has long been written.
+            pl.when((n == stored) & (n > 0))(lambda: diagonal.has_stored(cta))
+        cta.put_dq(cta.query_tile(n), wg, reduction_op)
+
+    @pl.loop(start, stop)
     def _(n):
-        tile = cta.query_tile(n)
         if cta.blocks.ping_pong:
-            for wg in reversed(cta.blocks.dq_parts):  # as they come
-                plgpu.barrier_wait(cta.smem.dq_full.at[wg])
-                cta.add_dq(tile, wg)
+            for wg in parts:
+                put(n, wg)
                 give_back(cta, n, wg, 0)
         else:
-            for wg in cta.blocks.dq_parts:
-                plgpu.barrier_wait(cta.smem.dq_full.at[wg])
-                cta.add_dq(tile, wg)
-            for done, wg in enumerate(cta.blocks.dq_parts, start=1):
-                give_back(cta, n, wg, len(cta.blocks.dq_parts) - done)
+            for wg in parts:
+                put(n, wg)
+            for done, wg in enumerate(parts, start=1):
+                give_back(cta, n, wg, len(parts) - done)
 
 
 def give_back(cta: FusedCta, n, wg: int, in_flight: int):
@@ -1065,6 +1097,8 @@ def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbi
     for launch in launches:
         shapes = launch.result_shapes(like)
         kept = {name: results[name] for name in shapes if name in results}
+        if launch.stores_dq:
+            kept |= diagonal.cleared(launch, shapes)
         if cleared := [name for name in ("dq", "dbias") if name in shapes and name not in kept]:
             sizes = [shapes[name].shape for name in cleared]
             kept |= zip(cleared, zeros(sizes, launch.interpret, results.get("dk")), strict=True)
@@ -1090,10 +1124,11 @@ def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, name
         refs: (results that it adds to, results that it makes), by name.
     """
     kept, made = refs
+    smem = scratch(launch.problem, launch.blocks, like, launch.interpret)
     run = launch_kernel(
         functools.partial(kernel, launch, names, kept),
         out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
-        scratch=(scratch(launch.problem, launch.blocks, like, launch.interpret),),
+        scratch=(diagonal.with_barriers(smem) if launch.stores_dq else smem,),
         grid=launch.grid,
         cluster=pipeline.cluster_axes(launch.blocks.bias_cluster),
         threads=WARPGROUPS + launch.blocks.producer + launch.blocks.sums_bias,

@@ -21,6 +21,7 @@ from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part, leaves_calls, leaves_in_backward, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileList, QTileRange
+from . import diagonal
 from .tiles import (
     FusedBlocks,
     FusedSmem,
@@ -88,6 +89,16 @@ class Launch:
         return pairs_at_once(self.problem, self.pairs, self.blocks.bias_cluster)
 
     @property
+    def sections(self) -> int:
+        """Number of sections of the pairs."""
+        return -(-self.pairs // self.at_once)
+
+    @property
+    def stores_dq(self) -> bool:
+        """True if CTAs store dQ of the queries at their keys' positions: see diagonal.py."""
+        return diagonal.applies(self)
+
+    @property
     def total(self) -> int:
         """Number of entries of this order: one KV block for each CTA of a cluster."""
         return self.pairs // self.blocks.bias_cluster * self.num_blocks
@@ -105,12 +116,12 @@ class Launch:
             return {"first": self.pairs}
         if self.in_order:
             return {"first": self.total}
-        blocks, sections = self.blocks, -(-self.pairs // self.at_once)
+        blocks = self.blocks
         if blocks.persistent:
             return {"first": self.clusters}
         # Of four axes the first two become one, of 65,535 at most.
         return {
-            "section": sections,
+            "section": self.sections,
             "kv": self.num_blocks,
             **({"part": blocks.split_q} if blocks.split_q > 1 else {}),
             "pair": self.at_once // blocks.bias_cluster,
@@ -132,8 +143,10 @@ class Launch:
             return kv_head * self.entries + batch, block
         size = self.blocks.bias_cluster
         within = lax.axis_index("pair") * size + pipeline.cluster_rank(size)
-        pair = lax.axis_index("section") * self.at_once + within
-        return pair, lax.axis_index("kv") + self.first_block
+        pair, block = lax.axis_index("section") * self.at_once + within, lax.axis_index("kv")
+        if self.stores_dq:
+            block = diagonal.block_of(self, block)
+        return pair, block + self.first_block
 
     def persistent_tiles(self, gmem: BackwardArrays) -> tuple[Any, Callable[[Any], KvTile]]:
         """Returns how many KV tiles this CTA of a persistent grid takes, and which is the n-th."""
@@ -194,6 +207,7 @@ class Launch:
             dq      f32[entries, T8, N, D] of the batch entries and heads of this launch: sums
             dk, dv  [B, S8, K, D]; with split-Q f32[parts, B, S up to whole tiles, K, D]
             dbias   f32[Bb, Nb, S, T], up to whole tiles: sums; only with bias_cluster
+            stored  i32[pairs]: words of diagonal.py; only with stores_dq
 
         `like`: arrays whose q, k and v have the shapes of gradients.
         """
@@ -207,6 +221,8 @@ class Launch:
             keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
             of_k = of_v = float32((blocks.split_q, *keys))
         found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
+        if self.stores_dq:
+            found["stored"] = diagonal.words(self)
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             if by_heads(problem, blocks):
@@ -610,8 +626,11 @@ class FusedCta:
         rows = pl.ds(self.kv_start + self.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         return self.batch, rows, self.kv_head
 
-    def add_dq(self, tile, wg):
-        """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory."""
+    def put_dq(self, tile, wg, reduction_op: str | None = "add"):
+        """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory.
+
+        `reduction_op`: None to store it.
+        """
         (head, rows), batch = tile, self.batch
         if (first := self.gmem.origin) is not None:
             batch, head = batch - first[0], head - first[1] * self.problem.group
@@ -621,7 +640,7 @@ class FusedCta:
         else:
             at = batch, rows, head, self.dq_columns(wg)
         target = self.results["dq"].at[at]
-        plgpu.copy_smem_to_gmem(self.dq_buffer(wg), target, reduction_op="add")
+        plgpu.copy_smem_to_gmem(self.dq_buffer(wg), target, reduction_op=reduction_op)
 
     @property
     def dq_shape(self) -> tuple[int, int]:

@@ -410,6 +410,8 @@ class FusedSmem(NamedTuple):
     turn: Any = None  # with ping-pong under the interpreter: one per warpgroup
     dq_full: Any = None  # one per warpgroup
     dq_empty: Any = None  # one per warpgroup
+    stored: Any = None  # diagonal.py: what this CTA stores of dQ lies in device memory
+    others_stored: Any = None  # and what others store
     padded_full: Any = None  # a tile whose padding is to be zeroed
     summed_full: Any = None  # with bias_cluster: a slot of dS, each warpgroup
     summed_empty: Any = None  # and added up, by each CTA of the cluster
