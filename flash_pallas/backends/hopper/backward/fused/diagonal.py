@@ -13,7 +13,9 @@ end, so its dQ is cleared and all of its CTAs add (`clears_last`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +89,11 @@ def cleared(launch: Launch, shapes: dict[str, Any]) -> dict[str, Any]:
     return {"dq": dq, "stored": jnp.zeros(shapes["stored"].shape, jnp.int32)}
 
 
+def with_barriers(smem: FusedSmem) -> FusedSmem:
+    """Adds the mbarriers by which the storing warp and the other two tell each other."""
+    return smem._replace(stored=plgpu.Barrier(), others_stored=plgpu.Barrier())
+
+
 def words(launch: Launch) -> jax.ShapeDtypeStruct:
     """Returns the shape of the words, one for each pair of a batch entry and a KV head."""
     return jax.ShapeDtypeStruct((launch.pairs,), jnp.int32)
@@ -97,68 +104,77 @@ def words(launch: Launch) -> jax.ShapeDtypeStruct:
 # does neither.
 
 
-def with_barriers(smem: FusedSmem) -> FusedSmem:
-    """Adds the mbarriers by which the storing warp and the other two tell each other."""
-    return smem._replace(stored=plgpu.Barrier(), others_stored=plgpu.Barrier())
+class OwnTiles(NamedTuple):
+    """The dQ tiles that a CTA stores, its first ones, and how it tells others.
 
+    Attributes:
+        count: number of them; 0 where the CTA only adds.
+        total: number of all tiles of the CTA.
+        words: i32 in device memory.
+        place: function that returns (this CTA's KV block, which is its bit, and its pair's word).
+        num_blocks: number of bits.
+        stored: an mbarrier: what this CTA stores lies in device memory.
+        others_stored: an mbarrier: and so does what others store.
+    """
 
-def own_tiles(cta: FusedCta):
-    """Returns how many dQ tiles this CTA stores, its first ones; 0 where it only adds."""
-    launch, own = cta.launch, jnp.int32(cta.blocks.block_kv // cta.blocks.block_q)
-    own = lax.min(own, cta.q_tiles.total)
-    return lax.select(in_last(launch), jnp.int32(0), own) if clears_last(launch) else own
+    count: Any
+    total: Any
+    words: Any
+    place: Callable[[], tuple[Any, Any]]
+    num_blocks: int
+    stored: Any
+    others_stored: Any
 
+    @classmethod
+    def of(cls, cta: FusedCta) -> OwnTiles:
+        """Makes the record of a CTA."""
+        launch, smem, total = cta.launch, cta.smem, cta.q_tiles.total
+        count = lax.min(jnp.int32(cta.blocks.block_kv // cta.blocks.block_q), total)
+        if clears_last(launch):
+            count = lax.select(in_last(launch), jnp.int32(0), count)
 
-def tell(cta: FusedCta):
-    """Sets the bit of this KV block, as a warp, once what it stores lies in device memory."""
+        def place():
+            # What these warps share with others the compiler computes before they part, and the
+            # others hold it over their loops: at head dim 64 32 bytes spill. So it knows nothing.
+            unknown = functools.partial(inline.unknown, interpret=cta.interpret)
+            block = lax.div(unknown(cta.kv_start), jnp.int32(cta.blocks.block_kv))
+            return block, unknown(cta.kv_head) * launch.entries + unknown(cta.batch)
 
-    @pl.when(own_tiles(cta) > 0)
-    def _():
-        plgpu.barrier_wait(cta.smem.stored)
-        bit = lax.shift_left(jnp.int32(1), _block(cta))
-        inline.set_bits(cta.results["stored"], _pair(cta), bit)
+        bars = {"stored": smem.stored, "others_stored": smem.others_stored}
+        return cls(count, total, cta.results["stored"], place, launch.num_blocks, **bars)
 
+    @property
+    def follows_others(self):
+        """True if this CTA adds to what others store."""
+        return (self.count > 0) & (self.count < self.total)
 
-def look(cta: FusedCta):
-    """Waits, as a warp, until the CTAs of all later keys have stored their queries' dQ."""
-    every = inline.signed_constant(2**cta.launch.num_blocks - 1)
+    def tell(self):
+        """Sets the bit of this KV block, as a warp, once what it stores lies in device memory."""
 
-    @pl.when(adds_to_others(cta))
-    def _():
-        later = lax.shift_left(jnp.int32(-2), _block(cta)) & every
-        inline.await_bits(cta.results["stored"], _pair(cta), later)
-        plgpu.barrier_arrive(cta.smem.others_stored)
+        @pl.when(self.count > 0)
+        def _():
+            plgpu.barrier_wait(self.stored)
+            block, word = self.place()
+            inline.set_bits(self.words, word, lax.shift_left(jnp.int32(1), block))
 
+    def look(self):
+        """Waits, as a warp, until the CTAs of all later keys have stored their queries' dQ."""
 
-def adds_to_others(cta: FusedCta):
-    """Returns whether this CTA adds to what others store."""
-    own = own_tiles(cta)
-    return (own > 0) & (own < cta.q_tiles.total)
+        @pl.when(self.follows_others)
+        def _():
+            every, (block, word) = inline.signed_constant(2**self.num_blocks - 1), self.place()
+            inline.await_bits(self.words, word, lax.shift_left(jnp.int32(-2), block) & every)
+            plgpu.barrier_arrive(self.others_stored)
 
+    def await_others(self):
+        """Waits, as the storing warp, until it may add to dQ of later keys' positions."""
 
-def await_others(cta: FusedCta):
-    """Waits, as the storing warp, until it may add to dQ of later keys' positions."""
+        @pl.when(self.follows_others)
+        def _():
+            plgpu.barrier_wait(self.others_stored)
+            inline.fence_copies()
 
-    @pl.when(adds_to_others(cta))
-    def _():
-        plgpu.barrier_wait(cta.smem.others_stored)
-        inline.fence_copies()
-
-
-def has_stored(cta: FusedCta):
-    """Says, as the storing warp, that all it has copied so far lies in device memory."""
-    plgpu.wait_smem_to_gmem(0)
-    plgpu.barrier_arrive(cta.smem.stored)
-
-
-# Made of numbers that the compiler does not know. What these warps share with others it computes
-# before they part, and the others hold it over their loops: at head dim 64 32 bytes spill.
-
-
-def _pair(cta: FusedCta):
-    unknown = lambda x: inline.unknown(x, cta.interpret)
-    return unknown(cta.kv_head) * cta.launch.entries + unknown(cta.batch)
-
-
-def _block(cta: FusedCta):
-    return lax.div(inline.unknown(cta.kv_start, cta.interpret), jnp.int32(cta.blocks.block_kv))
+    def are_stored(self):
+        """Says, as the storing warp, that all it has copied so far lies in device memory."""
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.barrier_arrive(self.stored)

@@ -55,6 +55,7 @@ from ...common.pipeline import WARP, WARPGROUP, Padding, Ring, loader, rows_of, 
 from ..operands import BackwardArrays, QTileList, QTileRange
 from . import diagonal
 from .dbias import gradient_of_bias, sum_dbias
+from .diagonal import OwnTiles
 from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
     WARPGROUPS,
@@ -786,8 +787,8 @@ def produce(cta: FusedCta):
         pl.when(warp == LOAD_WARP)(functools.partial(load, cta))
         pl.when(warp == STORE_WARP)(functools.partial(store_dq, cta))
         if cta.launch.stores_dq:
-            pl.when(warp == TELL_WARP)(functools.partial(diagonal.tell, cta))
-            pl.when(warp == LOOK_WARP)(functools.partial(diagonal.look, cta))
+            pl.when(warp == TELL_WARP)(lambda: OwnTiles.of(cta).tell())
+            pl.when(warp == LOOK_WARP)(lambda: OwnTiles.of(cta).look())
 
 
 def load(cta: FusedCta):
@@ -895,25 +896,27 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
 
         pl.when(kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
     elif cta.launch.stores_dq:
-        own = diagonal.own_tiles(cta)
-        put_dq_tiles(cta, zero, own, None)
-        diagonal.await_others(cta)
-        put_dq_tiles(cta, own, total, stored=own)
-        pl.when(own == total)(lambda: diagonal.has_stored(cta))
+        own = OwnTiles.of(cta)
+        put_dq_tiles(cta, zero, own.count, None)
+        own.await_others()
+        put_dq_tiles(cta, own.count, total, own=own)
+        pl.when(own.count == total)(own.are_stored)
     else:
         put_dq_tiles(cta, zero, total)
 
 
-def put_dq_tiles(cta: FusedCta, start, stop, reduction_op: str | None = "add", stored=None):
-    """Adds dQ tiles in a range, as they come, or stores them; `stored`: tiles that were, if any."""
+def put_dq_tiles(
+    cta: FusedCta, start, stop, reduction_op: str | None = "add", own: OwnTiles | None = None
+):
+    """Adds dQ tiles in a range, as they come, or stores them; `own`: those that were before."""
     parts = cta.blocks.dq_parts
     parts = tuple(reversed(parts)) if cta.blocks.ping_pong else parts
 
     def put(n, wg):
         plgpu.barrier_wait(cta.smem.dq_full.at[wg])
-        if stored is not None and wg == parts[0]:
+        if own is not None and wg == parts[0]:
             # Behind the wait for a later tile: then what was stored has long been written.
-            pl.when((n == stored) & (n > 0))(lambda: diagonal.has_stored(cta))
+            pl.when((n == own.count) & (n > 0))(own.are_stored)
         cta.put_dq(cta.query_tile(n), wg, reduction_op)
 
     @pl.loop(start, stop)
