@@ -32,7 +32,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -906,7 +906,7 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
 
 
 def put_dq_tiles(
-    cta: FusedCta, start, stop, reduction_op: str | None = "add", own: OwnTiles | None = None
+    cta: FusedCta, start, stop, reduction_op: Literal["add"] | None = "add", own: OwnTiles | None = None
 ):
     """Adds dQ tiles in a range, as they come, or stores them; `own`: those that were before."""
     parts = cta.blocks.dq_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -626,7 +626,7 @@ class FusedCta:
         rows = pl.ds(self.kv_start + self.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         return self.batch, rows, self.kv_head
 
-    def put_dq(self, tile, wg, reduction_op: str | None = "add"):
+    def put_dq(self, tile, wg, reduction_op: Literal["add"] | None = "add"):
         """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory.
 
         `reduction_op`: None to store it.
