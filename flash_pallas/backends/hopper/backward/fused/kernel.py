@@ -906,7 +906,11 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
 
 
 def put_dq_tiles(
-    cta: FusedCta, start, stop, reduction_op: Literal["add"] | None = "add", own: OwnTiles | None = None
+    cta: FusedCta,
+    start,
+    stop,
+    reduction_op: Literal["add"] | None = "add",
+    own: OwnTiles | None = None,
 ):
     """Adds dQ tiles in a range, as they come, or stores them; `own`: those that were before."""
     parts = cta.blocks.dq_parts
