@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +28,12 @@ from ...common.far_rows import Part
 from ...common.pipeline import fits
 from .tiles import FusedSmem, scratch
 
-if TYPE_CHECKING:
-    from .launches import FusedCta, Launch
-
 MOST_BLOCKS = 32  # bits of a word
 
-# --- The launch: whether CTAs store dQ, in which order they start, what is cleared before ---------
+# --- The launch (launches.Launch): whether CTAs store dQ, in which order they start ---------------
 
 
-def applies(launch: Launch) -> bool:
+def applies(launch: Any) -> bool:
     """Returns whether CTAs of a launch store dQ of the queries at their keys' positions.
 
     Their loops must begin there, which no array may decide.
@@ -59,23 +56,23 @@ def applies(launch: Launch) -> bool:
     )
 
 
-def clears_last(launch: Launch) -> bool:
+def clears_last(launch: Any) -> bool:
     """Returns whether the last section has no CTAs that store dQ."""
     return launch.problem.head_dim > 64
 
 
-def in_last(launch: Launch):
+def in_last(launch: Any):
     """Returns whether this CTA belongs to the last section."""
     return lax.axis_index("section") == launch.sections - 1
 
 
-def block_of(launch: Launch, index):
+def block_of(launch: Any, index):
     """Returns the KV block of the `index`-th CTA of a pair."""
     last_first = launch.num_blocks - 1 - index
     return lax.select(in_last(launch), index, last_first) if clears_last(launch) else last_first
 
 
-def cleared(launch: Launch, shapes: dict[str, Any]) -> dict[str, Any]:
+def cleared(launch: Any, shapes: dict[str, Any]) -> dict[str, Any]:
     """Returns dQ, cleared where CTAs only add to it, and words without bits.
 
     `shapes`: of the results of this launch, by name.
@@ -94,7 +91,7 @@ def with_barriers(smem: FusedSmem) -> FusedSmem:
     return smem._replace(stored=plgpu.Barrier(), others_stored=plgpu.Barrier())
 
 
-def words(launch: Launch) -> jax.ShapeDtypeStruct:
+def words(launch: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape of the words, one for each pair of a batch entry and a KV head."""
     return jax.ShapeDtypeStruct((launch.pairs,), jnp.int32)
 
@@ -126,8 +123,8 @@ class OwnTiles(NamedTuple):
     others_stored: Any
 
     @classmethod
-    def of(cls, cta: FusedCta) -> OwnTiles:
-        """Makes the record of a CTA."""
+    def of(cls, cta: Any) -> OwnTiles:
+        """Makes the record of a launches.FusedCta."""
         launch, smem, total = cta.launch, cta.smem, cta.q_tiles.total
         count = lax.min(jnp.int32(cta.blocks.block_kv // cta.blocks.block_q), total)
         if clears_last(launch):
