@@ -48,11 +48,8 @@ def test_scanned_layers_run_one_forward(on_h200, remat):
 
     text = compile_for(H200, jax.grad(loss), x).as_text()
     calls = re.findall(r'custom_call_target="mosaic_gpu.*op_name="[^"]*/(\w+)/mpmd_map"', text)
-    assert sorted(calls) == [
-        "flash_pallas_backward_fused",
-        "flash_pallas_forward",
-        "flash_pallas_zeros",
-    ]
+    zeros = ["flash_pallas_zeros"] * (not trades_registers())  # of dQ, where CTAs only add to it
+    assert sorted(calls) == ["flash_pallas_backward_fused", "flash_pallas_forward", *zeros]
 
 
 @pytest.mark.compile
