@@ -510,6 +510,19 @@ DIAGONAL = (
     _case("diagonal_128_far", **_TRIANGLE, B=2, H=128, magnitude=(15, 0)),
 )
 
+_LARGE_TRIANGLE = {"T": 1024, "S": 1024, "B": 2, "N": 40, "K": 40, "causal": True}
+
+DIAGONAL_ON_DEVICE = (
+    *DIAGONAL,
+    *(
+        _case(f"large_diagonal_{width}", **_LARGE_TRIANGLE, H=width)
+        for width in (16, 32, 64, 96, 128)
+    ),
+    _case("large_diagonal_64_long", **_LARGE_TRIANGLE | {"T": 4000, "S": 4000, "N": 3, "K": 3}),
+    _case("large_diagonal_128_far", **_LARGE_TRIANGLE, H=128, magnitude=(0, 6)),
+    _case("large_diagonal_dropout", **_LARGE_TRIANGLE, dropout_rate=0.2),
+)
+
 # Logits of any size: small ones, and of several tiles of every kernel.
 _SIZES = {"values": (-1e4, -1e9, -3e38), "T": 700, "S": 700}
 LARGE_ON_DEVICE = (

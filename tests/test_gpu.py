@@ -18,6 +18,7 @@ import flash_pallas
 from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode, reference
 from flash_pallas.backends.gpu import ahead
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.backward.fused import tiles
 from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
 from . import (
@@ -34,6 +35,8 @@ from . import (
 )
 from .cases import Case
 from .hopper_cases import (
+    DIAGONAL,
+    DIAGONAL_ON_DEVICE,
     FAR_ON_DEVICE,
     FORWARD_BLOCKS,
     FUSED_BLOCKS,
@@ -55,6 +58,14 @@ def test_kernels(case):
 @pytest.mark.parametrize("case", FAR_ON_DEVICE, ids=str)
 def test_rows_that_are_left_to_another_launch(case, monkeypatch):
     monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
+
+
+@pytest.mark.parametrize("case", DIAGONAL_ON_DEVICE, ids=str)
+def test_dq_is_stored_at_the_diagonal(case, monkeypatch):
+    if case in DIAGONAL:  # small: a section is one pair of a batch entry and a head
+        monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(far_rows, "ENOUGH", 1)
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 

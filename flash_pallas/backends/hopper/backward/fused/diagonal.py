@@ -5,9 +5,10 @@ The float32 buffer to which CTAs add dQ would otherwise be cleared by a launch o
 starts with the queries at its keys' positions. It stores their dQ, sets its bit in a word of its
 pair of a batch entry and a KV head, and then adds to dQ of later queries, which other CTAs have
 stored: those of later keys, for whose bits it waits once. They start before it, so that whoever
-waits, waits for CTAs that run or are done: of a section the CTAs of the last keys come first.
+waits, waits for CTAs that run or are done: of a section the CTAs of the last keys come first. GPUs
+start CTAs in the order of the grid; CUDA does not promise it.
 
-Their loops are the shortest. The last section has the longest loops first, lest SMs be idle at the
+The loops of the last keys are the shortest. The last section has the longest loops first, lest SMs be idle at the
 end, so its dQ is cleared and all of its CTAs add (`clears_last`).
 """
 
