@@ -8,8 +8,8 @@ stored: those of later keys, for whose bits it waits once. They start before it,
 waits, waits for CTAs that run or are done: of a section the CTAs of the last keys come first. GPUs
 start CTAs in the order of the grid; CUDA does not promise it.
 
-The loops of the last keys are the shortest. The last section has the longest loops first, lest SMs be idle at the
-end, so its dQ is cleared and all of its CTAs add (`clears_last`).
+The loops of the last keys are the shortest. The last section has the longest loops first, lest SMs
+be idle at the end, so its dQ is cleared and all of its CTAs add (`clears_last`).
 """
 
 from __future__ import annotations
