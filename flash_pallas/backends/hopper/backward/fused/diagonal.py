@@ -98,8 +98,8 @@ def words(launch: Any) -> jax.ShapeDtypeStruct:
 
 
 # --- The CTA: its storing warp, and two others of the producer warpgroup --------------------------
-# Setting a bit and looking for others take as long as a step at head dim 64, so the storing warp
-# does neither.
+# The storing warp neither sets bits nor looks for them: at head dim 64, T=1024, that takes 0.05 of
+# the backward.
 
 
 class OwnTiles(NamedTuple):
