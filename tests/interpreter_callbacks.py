@@ -117,7 +117,7 @@ def wgmma(
 
 @gpu_callbacks.fail_on_exception
 def wgmma_wait(*, token, thread, n):
-    """Implements `plgpu.wgmma_wait(n)`."""
+    """Implements `plgpu.wgmma_wait(n)`, which retires all but the newest n groups."""
     _retire(thread, n)
     return token
 
@@ -178,7 +178,7 @@ def set_bits(*, token, thread, key, index, bits, source_info=None):
     memory.store_buffer_content(key, _access(key, ()), words, thread)
     if memory.detect_races:
         now = memory.incr_clock(thread).generic_clock
-        gpu_callbacks.get_races().tell((key, index), int(bits), now)
+        gpu_callbacks.get_races().signal((key, index), int(bits), now)
     return token
 
 
@@ -194,13 +194,13 @@ def await_bits(*, token, thread, key, index, bits, source_info=None):
         raise RuntimeError(monitor().deadlocks[-1])
     if memory.detect_races:
         now = memory.incr_clock(thread).generic_clock
-        gpu_callbacks.get_races().hear((key, index), int(bits), now)
+        gpu_callbacks.get_races().awaited((key, index), int(bits), now)
     return token
 
 
 @gpu_callbacks.fail_on_exception
 def fence_copies(*, token, thread):
-    """Implements `inline.fence_copies`."""
+    """Implements `inline.fence_copies`: copies come after what this thread has seen."""
     gpu_callbacks._get_shared_memory().commit_smem(thread)
     return token
 

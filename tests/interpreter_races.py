@@ -16,7 +16,7 @@ because three rules of the hardware are missing there:
   each other, but do with plain accesses.
 * **CTAs of a grid are ordered by words in device memory alone.** Their clocks start anew and cannot
   be compared: a conflict in GMEM between two CTAs is a race, unless the earlier one set bits of a
-  word behind its access, for which the other one waited before its own (`tell`, `hear`).
+  word behind its access, for which the other one waited before its own (`signal`, `awaited`).
 
 Not modeled: hazards between the warps of one warpgroup (`unsafe_no_auto_barriers`), the contents of
 registers, bank conflicts, anything that depends on time.
@@ -108,8 +108,8 @@ class RaceLog(jax_races.GPURaceDetectionState):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self.block = 0
-        self._told: dict[Any, list[tuple[int, int, Any]]] = collections.defaultdict(list)
-        self._heard: dict[int, list[tuple[int, Any, Any]]] = collections.defaultdict(list)
+        self._signals: dict[Any, list[tuple[int, int, Any]]] = collections.defaultdict(list)
+        self._seen: dict[int, list[tuple[int, Any, Any]]] = collections.defaultdict(list)
         self._accesses: dict[Any, list[_Access]] = collections.defaultdict(list)
 
     def check_read(self, thread, clock, buffer_key, rnge, source_info=None) -> None:
@@ -149,22 +149,22 @@ class RaceLog(jax_races.GPURaceDetectionState):
         if old is not None:
             monitor().races.append(f"{new}\n    is not ordered after the {old}")
 
-    def tell(self, word, bits: int, clock) -> None:
+    def signal(self, word, bits: int, clock) -> None:
         """Logs that this CTA sets bits of a word at its time `clock`."""
         with self.lock:
-            self._told[word].append((self.block, bits, clock))
+            self._signals[word].append((self.block, bits, clock))
 
-    def hear(self, word, bits: int, clock) -> None:
+    def awaited(self, word, bits: int, clock) -> None:
         """Logs that this CTA has seen bits of a word at its time `clock`."""
         with self.lock:
-            for block, told, then in self._told[word]:
-                if told & bits:
-                    self._heard[self.block].append((block, then, clock))
+            for block, signalled, then in self._signals[word]:
+                if signalled & bits:
+                    self._seen[self.block].append((block, then, clock))
 
     def _handed_over(self, old: _Access, new: _Access) -> bool:
         return any(
-            block == old.block and old.clock.lt(told) and heard.lt(new.clock)
-            for block, told, heard in self._heard[new.block]
+            block == old.block and old.clock.lt(then) and seen.lt(new.clock)
+            for block, then, seen in self._seen[new.block]
         )
 
     # JAX's check of RefUnion members prints and sets this flag (0.11) or raises (0.12).

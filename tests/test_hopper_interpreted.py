@@ -127,7 +127,7 @@ def test_ctas_that_wait_for_later_ones_are_a_deadlock(monkeypatch):
 def test_ctas_that_do_not_wait_for_what_they_add_to_race(monkeypatch):
     monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
     monkeypatch.setattr(diagonal.OwnTiles, "await_others", lambda own: None)
-    monkeypatch.setattr(diagonal.OwnTiles, "look", lambda own: None)
+    monkeypatch.setattr(diagonal.OwnTiles, "await_flags", lambda own: None)
     with pytest.raises(RaceError, match="reduction of"), race_checked():
         checks.run(checks.bind(BACKEND), DIAGONAL[0])
 

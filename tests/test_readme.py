@@ -225,34 +225,38 @@ def test_an_h100_is_ahead_of_cudnn_as_the_page_says():
     assert says in " ".join((ROOT / PERFORMANCE).read_text().split())
 
 
-def test_first_calls_take_the_seconds_that_the_page_says():
-    rows = results.load(ROOT / "benchmarks/results/first_call.json")["rows"]
-    found = {(row["provider"], row["work"]): f"{row['first_s']:.1f}" for row in rows}
-    names = {
-        "flash_pallas": "flash_pallas, all ahead",
-        "flash_pallas, nothing compiled ahead": "flash_pallas, none ahead",
-        "flash_pallas, in JAX's persistent cache": "flash_pallas, cached",
-        "`jax.nn` on cuDNN, which brings its kernels compiled": "jax_cudnn",
-    }
+# Of a file: digits, and rows of the page by contestant.
+FIRST_CALLS = {
+    "first_call": (
+        1,
+        {
+            "flash_pallas, all ahead": "flash_pallas",
+            "flash_pallas, none ahead": "flash_pallas, nothing compiled ahead",
+            "flash_pallas, cached": "flash_pallas, in JAX's persistent cache",
+            "jax_cudnn": "`jax.nn` on cuDNN, which brings its kernels compiled",
+        },
+    ),
+    "first_call_exported": (
+        2,
+        {
+            "flash_pallas, exported": "flash_pallas, exported",
+            "jax_cudnn, exported": "`jax.nn` on cuDNN, exported",
+            "jax_cudnn, cached": "`jax.nn` on cuDNN",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("file", FIRST_CALLS)
+def test_first_calls_take_the_seconds_that_the_page_says(file):
+    digits, names = FIRST_CALLS[file]
+    rows = results.load(ROOT / f"benchmarks/results/{file}.json")["rows"]
+    found = {(row["provider"], row["work"]): f"{row['first_s']:.{digits}f}" for row in rows}
     page = (ROOT / "docs/first-call.md").read_text()
-    for told, name in names.items():
+    for name, told in names.items():
         seconds = [found[name, work] for work in ("forward", "gradient", "training step")]
-        if told == "flash_pallas":  # a forward's only kernel is not compiled ahead
+        if name == "flash_pallas, all ahead":  # a forward's only kernel is not compiled ahead
             seconds[0] = "-"
-        assert f"| {told} | {' | '.join(seconds)} |" in page
-
-
-def test_exported_programs_take_the_seconds_that_the_page_says():
-    rows = results.load(ROOT / "benchmarks/results/first_call_exported.json")["rows"]
-    found = {(row["provider"], row["work"]): f"{row['first_s']:.2f}" for row in rows}
-    names = {
-        "flash_pallas, exported": "flash_pallas, exported",
-        "`jax.nn` on cuDNN, exported": "jax_cudnn, exported",
-        "`jax.nn` on cuDNN": "jax_cudnn, cached",
-    }
-    page = (ROOT / "docs/first-call.md").read_text()
-    for told, name in names.items():
-        seconds = [found[name, work] for work in ("forward", "gradient", "training step")]
         assert f"| {told} | {' | '.join(seconds)} |" in page
 
 

@@ -359,7 +359,7 @@ def _word(words, index):
 
 
 def set_bits_body(_, words, index, bits):
-    """Emits `set_bits`."""
+    """Writes the instructions of `set_bits` into a kernel."""
     code = "red.release.gpu.global.or.b32 [$0], $1;"
     with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARP):
         mgpu.utils.inline_ptx(code, _word(words, index), splat(bits), has_side_effects=True)
@@ -374,7 +374,7 @@ def set_bits(words, index, bits):
 
 
 def await_bits_body(_, words, index, bits):
-    """Emits `await_bits`."""
+    """Writes the instructions of `await_bits` into a kernel."""
     i32, word, bits = ir.IntegerType.get_signless(32), _word(words, index), splat(bits)
     with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARP):
         loop = scf.WhileOp([], [])
@@ -394,7 +394,7 @@ def await_bits(words, index, bits):
 
 
 def fence_copies_body(_):
-    """Emits `fence_copies`."""
+    """Writes the instruction of `fence_copies` into a kernel."""
     mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
 

@@ -14,9 +14,10 @@ come out of the registers as left operands of the matmuls that consume them:
 that of `Lockstep` or `PingPong`, below it.
 
 dK and dV stay in registers for all Q tiles. Each dQ tile goes to float32 shared memory, and a
-warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add. The
-order of those adds differs from run to run, and with it the last bits of dQ; backward/split has the
-deterministic pair. The gradient of a bias may be added up here too: dbias.py.
+warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add, or
+stores it where nobody has added before (diagonal.py). The order of those adds differs from run to
+run, and with it the last bits of dQ; backward/split has the deterministic pair. The gradient of a
+bias may be added up here too: dbias.py.
 
     K, V            loaded once per KV tile; dK and dV are staged in them at the end. One slot
                     each, or kv_stages where a CTA takes several KV tiles
@@ -775,7 +776,7 @@ def softmax_of(problem: Problem, blocks: FusedBlocks) -> Softmax:
 
 # --- The producer warpgroup: a warp loads, another adds dQ to device memory -----------------------
 
-LOAD_WARP, STORE_WARP, TELL_WARP, LOOK_WARP = range(4)
+LOAD_WARP, STORE_WARP, SIGNAL_WARP, WAIT_WARP = range(4)
 
 
 def produce(cta: FusedCta):
@@ -787,8 +788,8 @@ def produce(cta: FusedCta):
         pl.when(warp == LOAD_WARP)(functools.partial(load, cta))
         pl.when(warp == STORE_WARP)(functools.partial(store_dq, cta))
         if cta.launch.stores_dq:
-            pl.when(warp == TELL_WARP)(lambda: OwnTiles.of(cta).tell())
-            pl.when(warp == LOOK_WARP)(lambda: OwnTiles.of(cta).look())
+            pl.when(warp == SIGNAL_WARP)(lambda: OwnTiles.of(cta).signal())
+            pl.when(warp == WAIT_WARP)(lambda: OwnTiles.of(cta).await_flags())
 
 
 def load(cta: FusedCta):

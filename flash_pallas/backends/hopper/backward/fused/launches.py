@@ -140,13 +140,17 @@ class Launch:
             batch, kv_head, block = tile_lists.place(
                 gmem.lists, lax.axis_index("first"), self.heads
             )
-            return kv_head * self.entries + batch, block
+            return self.pair_of(batch, kv_head), block
         size = self.blocks.bias_cluster
         within = lax.axis_index("pair") * size + pipeline.cluster_rank(size)
         pair, block = lax.axis_index("section") * self.at_once + within, lax.axis_index("kv")
         if self.stores_dq:
             block = diagonal.block_of(self, block)
         return pair, block + self.first_block
+
+    def pair_of(self, batch, kv_head):
+        """Returns the number of a pair of this launch."""
+        return kv_head * self.entries + batch
 
     def persistent_tiles(self, gmem: BackwardArrays) -> tuple[Any, Callable[[Any], KvTile]]:
         """Returns how many KV tiles this CTA of a persistent grid takes, and which is the n-th."""
@@ -207,7 +211,7 @@ class Launch:
             dq      f32[entries, T8, N, D] of the batch entries and heads of this launch: sums
             dk, dv  [B, S8, K, D]; with split-Q f32[parts, B, S up to whole tiles, K, D]
             dbias   f32[Bb, Nb, S, T], up to whole tiles: sums; only with bias_cluster
-            stored  i32[pairs]: words of diagonal.py; only with stores_dq
+            stored  i32[pairs]: flags of diagonal.py; only with stores_dq
 
         `like`: arrays whose q, k and v have the shapes of gradients.
         """
@@ -222,7 +226,7 @@ class Launch:
             of_k = of_v = float32((blocks.split_q, *keys))
         found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
         if self.stores_dq:
-            found["stored"] = diagonal.words(self)
+            found["stored"] = diagonal.flags(self)
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             if by_heads(problem, blocks):
