@@ -50,6 +50,14 @@ SMALL_MASKS = {"small": (False, 512, False), "small_causal": (True, 512, False)}
 # So many entries that far rows have launches of their own: backends/hopper/common/far_rows.py.
 MANY, MANY_MASKS = 24, {"many": (False, LENGTH, False), "many_causal": (True, LENGTH, False)}
 
+# Causal training steps of real programs; numbers of heads are not powers of two.
+PROGRAMS = {
+    "gpt2_xl": Shape(6, 1024, 25, 25, 64),
+    "phi3_mini": Shape(6, 1024, 32, 32, 96),
+    "vicuna_13b": Shape(6, 1024, 40, 40, 128),
+    "qwen2_7b": Shape(3, 2048, 28, 4, 128),
+}
+
 # Of tests/hopper_cases.py: modifiers where registers are tightest.
 MODIFIERS = (
     "window_causal_128",
@@ -208,11 +216,15 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "ragged"): 8,
     ("flash_pallas_backward_fused", 64, "small_causal"): 24,
     ("flash_pallas_backward_fused_far", 128, "many_causal"): 8,  # seldom has anything to do
+    ("flash_pallas_backward_fused_far", 128, "vicuna_13b"): 8,
     ("flash_pallas_backward_fused_far", 64, "pair bias 2048"): 48,
     ("flash_pallas_forward", 64, "many_far_alibi"): 8,
     ("flash_pallas_backward_fused", 64, "many_far_lengths"): 12,
-    ("flash_pallas_backward_fused", 64, "many_far_alibi"): 4,
-    ("flash_pallas_backward_fused", 128, "many_far_score_mod_128"): 4,
+    # 4, 0, 4 and 28 with zeros of dQ: the loop reads a few more words again (diagonal.py).
+    ("flash_pallas_backward_fused", 64, "many_far_alibi"): 12,
+    ("flash_pallas_backward_fused", 64, "many_far_dropout"): 4,
+    ("flash_pallas_backward_fused", 128, "many_far_score_mod_128"): 8,
+    ("flash_pallas_backward_fused", 64, "many_entries"): 44,
     ("flash_pallas_forward", 128, "document_128"): 4,
     ("flash_pallas_forward", 128, "document_window_128"): 4,
     ("flash_pallas_forward", 128, "alibi_causal_128"): 8,
@@ -235,7 +247,6 @@ ALLOWED_SPILLS = {
     ("flash_pallas_forward", 128, "blocks_documents_128"): 8,
     ("flash_pallas_forward", 128, "blocks_tall_128"): 8,  # three warpgroups
     ("flash_pallas_backward_fused", 128, "blocks_listed_causal_128"): 4,
-    ("flash_pallas_backward_fused", 64, "many_entries"): 28,
     ("flash_pallas_backward_fused", 128, "small"): 16,  # with three tiles in flight
     ("flash_pallas_backward_fused", 64, "packed_causal"): 48,
     # Sums of two results of 64 columns, or of one of 256, and four tiles of scores.
@@ -618,6 +629,8 @@ def _rows_of_other_lengths() -> Iterator[Row]:
     for head_dim, mask in itertools.product((96, 128), LONG_MASKS):
         yield _row("forward", head_dim, "bfloat16", mask)
     yield from _packed_rows()
+    for name, shape in PROGRAMS.items():
+        yield _of_shape("backward", shape, "bfloat16", name, causal=True)
     sizes = itertools.product((64, 128), ("forward", "backward"), (*SMALL_MASKS, *MANY_MASKS))
     yield from (_row(path, head_dim, "bfloat16", mask) for head_dim, path, mask in sizes)
 
