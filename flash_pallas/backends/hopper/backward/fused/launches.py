@@ -177,9 +177,11 @@ class Launch:
 
     def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
         """Returns the KV tile of a pair of this launch and a block, counted from the first key."""
-        # Unsigned: with int32 and 6 or 12 entries 32 bytes spill at head dim 64, causal.
-        kv_head = lax.div(jnp.uint32(pair), jnp.uint32(self.entries)).astype(jnp.int32)
-        batch = pair - kv_head * self.entries
+        entries = jnp.int32(self.entries)
+        kv_head = lax.div(pair, entries)
+        # With `rem`, 6 entries of 25 heads of 64 columns spill 32 bytes. Without a producer, where
+        # ptxas has other registers, the quotient spills 16 bytes at head dim 128.
+        batch = pair - kv_head * entries if self.blocks.producer else lax.rem(pair, entries)
         if gmem.origin is not None:
             batch, kv_head = batch + gmem.origin[0], kv_head + gmem.origin[1]
         return batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block)
