@@ -508,6 +508,9 @@ DIAGONAL = (
     _case("diagonal_128_score_mod_bias", **_TRIANGLE, H=128, score_mod="relative", bias="1N1S"),
     _case("diagonal_far_sinks", **_TRIANGLE, B=2, sinks=True, magnitude=(0, 15)),
     _case("diagonal_128_far", **_TRIANGLE, B=2, H=128, magnitude=(15, 0)),
+    _case("diagonal_192", **_TRIANGLE, B=2, H=192),
+    _case("diagonal_256_far_sinks", **_TRIANGLE, B=2, H=256, sinks=True, magnitude=(15, 0)),
+    _case("diagonal_160_window_dropout", **_TRIANGLE, H=160, window=(140, 0), dropout_rate=0.2),
 )
 
 _LARGE_TRIANGLE = {"T": 1024, "S": 1024, "B": 2, "N": 40, "K": 40, "causal": True}
@@ -516,10 +519,11 @@ DIAGONAL_ON_DEVICE = (
     *DIAGONAL,
     *(
         _case(f"large_diagonal_{width}", **_LARGE_TRIANGLE, H=width)
-        for width in (16, 32, 64, 96, 128)
+        for width in (16, 32, 64, 96, 128, 192, 256)
     ),
     _case("large_diagonal_64_long", **_LARGE_TRIANGLE | {"T": 4000, "S": 4000, "N": 3, "K": 3}),
     _case("large_diagonal_128_far", **_LARGE_TRIANGLE, H=128, magnitude=(0, 6)),
+    _case("large_diagonal_192_far", **_LARGE_TRIANGLE, H=192, magnitude=(0, 6)),
     _case("large_diagonal_dropout", **_LARGE_TRIANGLE, dropout_rate=0.2),
 )
 

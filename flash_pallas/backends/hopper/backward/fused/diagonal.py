@@ -14,7 +14,6 @@ be idle at the end, so its dQ is cleared and all of its CTAs add (`clears_last`)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,26 +23,38 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .....core.problem import Problem
 from ....gpu import inline
 from ...common.far_rows import Part
 from ...common.pipeline import fits
-from .tiles import FusedSmem, scratch
+from .tiles import scratch
 
 MOST_BLOCKS = 32  # flags of a pair: bits of a word
 
-# --- The launch (launches.Launch): whether CTAs store dQ, in which order they start ---------------
+# --- The launch: whether CTAs store dQ, in which order they start ---------------------------------
+# `launch`: a launches.Launch, or a PairedKernel of backward/paired, which has the same attributes.
 
 
 def applies(launch: Any) -> bool:
-    """Returns whether CTAs of a launch store dQ of the queries at their keys' positions.
-
-    Their loops must begin there, which no array may decide.
-    """
+    """Returns whether CTAs of a launch store dQ of the queries at their keys' positions."""
     problem, blocks = launch.problem, launch.blocks
     once = blocks.num_launches == blocks.kv_launches == blocks.split_q == blocks.bias_cluster == 1
-    plain = once and blocks.producer and not (blocks.persistent or blocks.stagger)
-    if not (plain and blocks.mask_all and launch.part in (Part.ALL, Part.NEAR)):
-        return False
+    return (
+        once
+        and blocks.producer
+        and blocks.mask_all
+        and not (blocks.persistent or blocks.stagger)
+        and launch.part in (Part.ALL, Part.NEAR)
+        and allowed(problem, launch.num_blocks, launch.sections)
+        and fits(with_barriers(scratch(problem, blocks)))
+    )
+
+
+def allowed(problem: Problem, num_blocks: int, sections: int) -> bool:
+    """Returns whether loops over Q tiles begin at the positions of keys, which no array may decide.
+
+    Nor may a pair have more KV blocks, `num_blocks`, than flags fit in a word.
+    """
     mask = problem.spec.mask
     arrays = problem.is_dynamic or problem.is_listed or problem.traced_offset
     begins = mask.right == 0 and problem.spec.q_offset == 0 and problem.q_len == problem.kv_len
@@ -51,19 +62,18 @@ def applies(launch: Any) -> bool:
         begins
         and not arrays
         and problem.group == 1
-        and 1 < launch.num_blocks <= MOST_BLOCKS
-        and (launch.sections > 1 or not clears_last(launch))
-        and fits(with_barriers(scratch(problem, blocks)))
+        and 1 < num_blocks <= MOST_BLOCKS
+        and (sections > 1 or not clears_last(problem))
     )
 
 
-def clears_last(launch: Any) -> bool:
+def clears_last(problem: Problem) -> bool:
     """Returns whether the last section has no CTAs that store dQ.
 
     At head dim 64 ptxas spills 32 bytes in the loop where it is told apart, 4 % at T=1024; below,
     it makes no difference. At 96 and 128 it is 1.02 to 1.05 of sections that are all alike.
     """
-    return launch.problem.head_dim > 64
+    return problem.head_dim > 64
 
 
 def in_last(launch: Any):
@@ -74,7 +84,11 @@ def in_last(launch: Any):
 def block_of(launch: Any, index):
     """Returns the KV block of the `index`-th CTA of a pair."""
     last_first = launch.num_blocks - 1 - index
-    return lax.select(in_last(launch), index, last_first) if clears_last(launch) else last_first
+    return (
+        lax.select(in_last(launch), index, last_first)
+        if clears_last(launch.problem)
+        else last_first
+    )
 
 
 def cleared(launch: Any, shapes: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +97,7 @@ def cleared(launch: Any, shapes: dict[str, Any]) -> dict[str, Any]:
     `shapes`: of the results of this launch, by name.
     """
     dq = lax.empty(shapes["dq"].shape, jnp.float32)
-    if clears_last(launch):
+    if clears_last(launch.problem):
         entries, rows, heads, head_dim = dq.shape
         first = (launch.sections - 1) * launch.at_once // entries
         zeros = jnp.zeros((entries, rows, heads - first, head_dim), jnp.float32)
@@ -91,14 +105,22 @@ def cleared(launch: Any, shapes: dict[str, Any]) -> dict[str, Any]:
     return {"dq": dq, "stored": jnp.zeros(shapes["stored"].shape, jnp.int32)}
 
 
-def with_barriers(smem: FusedSmem) -> FusedSmem:
+def with_barriers(buffers: Any) -> Any:
     """Adds the mbarriers between the storing warp and the other two."""
-    return smem._replace(stored=plgpu.Barrier(), others_stored=plgpu.Barrier())
+    return buffers._replace(stored=plgpu.Barrier(), others_stored=plgpu.Barrier())
 
 
-def flags(launch: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape of the flags, a word for each pair of a batch entry and a KV head."""
-    return jax.ShapeDtypeStruct((launch.pairs,), jnp.int32)
+def flags(words: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of the flags: a word for all CTAs that add to the same part of dQ."""
+    return jax.ShapeDtypeStruct((words,), jnp.int32)
+
+
+def num_stored(launch: Any, total):
+    """Returns how many of the `total` Q tiles of a CTA it stores dQ of: its first ones."""
+    count = lax.min(jnp.int32(launch.blocks.block_kv // launch.blocks.block_q), total)
+    return (
+        lax.select(in_last(launch), jnp.int32(0), count) if clears_last(launch.problem) else count
+    )
 
 
 # --- The CTA: its storing warp, and two others of the producer warpgroup --------------------------
@@ -126,24 +148,6 @@ class OwnTiles(NamedTuple):
     num_blocks: int
     stored: Any
     others_stored: Any
-
-    @classmethod
-    def of(cls, cta: Any) -> OwnTiles:
-        """Makes the record of a launches.FusedCta."""
-        launch, smem, total = cta.launch, cta.smem, cta.q_tiles.total
-        count = lax.min(jnp.int32(cta.blocks.block_kv // cta.blocks.block_q), total)
-        if clears_last(launch):
-            count = lax.select(in_last(launch), jnp.int32(0), count)
-
-        def place():
-            # What these warps share with others the compiler computes before they part, and the
-            # others hold it over their loops: at head dim 64 32 bytes spill. So it knows nothing.
-            unknown = functools.partial(inline.unknown, interpret=cta.interpret)
-            block = lax.div(unknown(cta.kv_start), jnp.int32(cta.blocks.block_kv))
-            return block, launch.pair_of(unknown(cta.batch), unknown(cta.kv_head))
-
-        bars = {"stored": smem.stored, "others_stored": smem.others_stored}
-        return cls(count, total, cta.results["stored"], place, launch.num_blocks, **bars)
 
     @property
     def follows_others(self):

@@ -788,8 +788,8 @@ def produce(cta: FusedCta):
         pl.when(warp == LOAD_WARP)(functools.partial(load, cta))
         pl.when(warp == STORE_WARP)(functools.partial(store_dq, cta))
         if cta.launch.stores_dq:
-            pl.when(warp == SIGNAL_WARP)(lambda: OwnTiles.of(cta).signal())
-            pl.when(warp == WAIT_WARP)(lambda: OwnTiles.of(cta).await_flags())
+            pl.when(warp == SIGNAL_WARP)(lambda: cta.own_tiles.signal())
+            pl.when(warp == WAIT_WARP)(lambda: cta.own_tiles.await_flags())
 
 
 def load(cta: FusedCta):
@@ -897,7 +897,7 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
 
         pl.when(kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
     elif cta.launch.stores_dq:
-        own = OwnTiles.of(cta)
+        own = cta.own_tiles
         put_dq_tiles(cta, zero, own.count, None)
         own.await_others()
         put_dq_tiles(cta, own.count, total, own=own)

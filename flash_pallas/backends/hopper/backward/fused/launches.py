@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core import integers as ints
 from .....core.problem import Problem
+from ....gpu import inline
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
@@ -22,6 +23,7 @@ from ...common.far_rows import Part, leaves_calls, leaves_in_backward, parts
 from ...common.pipeline import Ring, fits
 from ..operands import BackwardArrays, QTileList, QTileRange
 from . import diagonal
+from .diagonal import OwnTiles
 from .tiles import (
     FusedBlocks,
     FusedSmem,
@@ -229,7 +231,7 @@ class Launch:
             of_k = of_v = float32((blocks.split_q, *keys))
         found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
         if self.stores_dq:
-            found["stored"] = diagonal.flags(self)
+            found["stored"] = diagonal.flags(self.pairs)
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             if by_heads(problem, blocks):
@@ -632,6 +634,22 @@ class FusedCta:
         """(batch entry, keys of this warpgroup, KV head), an index into dK and dV."""
         rows = pl.ds(self.kv_start + self.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         return self.batch, rows, self.kv_head
+
+    @property
+    def own_tiles(self) -> OwnTiles:
+        """The dQ tiles that this CTA stores: see diagonal.py."""
+        launch, smem, total = self.launch, self.smem, self.q_tiles.total
+        count, flags = diagonal.num_stored(launch, total), self.results["stored"]
+
+        def place():
+            # What these warps share with others the compiler computes before they part, and the
+            # others hold it over their loops: at head dim 64 32 bytes spill. So it knows nothing.
+            unknown = functools.partial(inline.unknown, interpret=self.interpret)
+            block = lax.div(unknown(self.kv_start), jnp.int32(self.blocks.block_kv))
+            return block, launch.pair_of(unknown(self.batch), unknown(self.kv_head))
+
+        bars = {"stored": smem.stored, "others_stored": smem.others_stored}
+        return OwnTiles(count, total, flags, place, launch.num_blocks, **bars)
 
     def put_dq(self, tile, wg, reduction_op: Literal["add"] | None = "add"):
         """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory.

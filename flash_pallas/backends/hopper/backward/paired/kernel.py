@@ -12,14 +12,15 @@ the columns of dQ for all 128 keys:
 
 dQ of a tile is computed in the step after it, so that the other CTA's dS has a step to arrive. The
 order in which pairs add to dQ differs from run to run, and with it the last bits; backward/split is
-deterministic.
+deterministic. Where nobody has added before, dQ is stored: see backward/fused/diagonal.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +30,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
+from ....gpu import inline
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...common import pipeline
 from ...common.pipeline import Ring, hidden, rows_of
+from ..fused import diagonal
+from ..fused.diagonal import OwnTiles
 from ..fused.kernel import scaled_dq, zeros
 from ..fused.tiles import pairs_at_once
 from ..operands import BackwardArrays, QTileRange, mask_everywhere
 from ..split.dkv import DK_WARPGROUP, DV_WARPGROUP, PRODUCER, DkvCta, DkvKernel, DkvLoads
 from .exchange import Exchange, stand_in
-from .tiles import PAIR, SLOTS, WARPGROUPS, PairedBlocks, dq_columns, paired_scratch, swizzle_of_k
+from .tiles import (
+    PAIR,
+    SLOTS,
+    WARPGROUPS,
+    PairedBlocks,
+    dq_columns,
+    may_store_dq,
+    num_sections,
+    paired_scratch,
+    swizzle_of_k,
+)
 
-LOAD_WARP, STORE_WARP = 0, 1
+LOAD_WARP, STORE_WARP, SIGNAL_WARP, WAIT_WARP = range(4)
 
 
 class PairedRing(Ring):
@@ -55,6 +69,7 @@ class PairedCta(DkvCta):
 
     Attributes:
         dq: f32[B, T8, N, D] in device memory: sums.
+        own: function that returns the dQ tiles that this CTA stores; None where it only adds.
         block: number of the pair's 128 keys.
         rank: of this CTA in the pair.
         exchange: of dS.
@@ -62,6 +77,7 @@ class PairedCta(DkvCta):
     """
 
     dq: Any = None
+    own: Callable[[], OwnTiles] | None = None
     block: Any = None
     rank: Any = None
     exchange: Any = None
@@ -97,19 +113,40 @@ class PairedKernel(DkvKernel):
         return pairs_at_once(self.problem, self.problem.batch * self.problem.kv_heads)
 
     @property
+    def pairs(self) -> int:
+        """Number of pairs of a batch entry and a KV head."""
+        return self.problem.batch * self.problem.kv_heads
+
+    @property
+    def sections(self) -> int:
+        """Number of sections of the pairs."""
+        return num_sections(self.problem)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of KV blocks, of a pair of CTAs each."""
+        return pl.cdiv(self.problem.kv_len, self.blocks.block_kv)
+
+    @property
+    def stores_dq(self) -> bool:
+        """True if CTAs store dQ of the queries at their keys' positions: fused/diagonal.py."""
+        blocks = self.blocks
+        return blocks.mask_all and not blocks.stagger and may_store_dq(self.problem)
+
+    @property
     def grid(self) -> dict[str, int]:
         """The grid, of clusters: sections as in backward/fused/launches.py."""
-        pairs = self.problem.batch * self.problem.kv_heads
-        blocks = pl.cdiv(self.problem.kv_len, self.blocks.block_kv)
-        return {"section": pl.cdiv(pairs, self.at_once), "kv": blocks, "pair": self.at_once}
+        return {"section": self.sections, "kv": self.num_blocks, "pair": self.at_once}
 
-    def run(self, dq, gmem: BackwardArrays, dk, dv, *refs):
-        """Runs a CTA; `dq`: sums to which it adds."""
+    def run(self, sums, gmem: BackwardArrays, dk, dv, *refs):
+        """Runs a CTA; `sums`: dQ, to which it adds, and flags if it stores some."""
         passed, (smem, bars) = refs[:-2], refs[-2:]
         pair = lax.axis_index("section") * self.at_once + lax.axis_index("pair")
-        batches, pairs = self.problem.batch, self.problem.batch * self.problem.kv_heads
-        batch, kv_head = lax.rem(pair, jnp.int32(batches)), lax.div(pair, jnp.int32(batches))
+        batches = jnp.int32(self.problem.batch)
+        batch, kv_head = lax.rem(pair, batches), lax.div(pair, batches)
         block, rank = lax.axis_index("kv"), pipeline.cluster_rank(PAIR)
+        if self.stores_dq:
+            block = diagonal.block_of(self, block)
         exchange = Exchange(
             ds=smem.ds,
             arrived=smem.arrived,
@@ -135,15 +172,31 @@ class PairedKernel(DkvKernel):
             kv_head=kv_head,
             kv_start=(block * PAIR + rank) * WARPGROUP_ROWS,
             q_tiles=self.q_tiles(gmem, (batch, kv_head, block)),
-            dq=dq,
+            dq=sums["dq"],
             block=block,
             rank=rank,
             exchange=exchange,
         )
-        if pairs % self.at_once == 0:
+        if self.stores_dq:
+            own = functools.partial(self.own_tiles, cta, sums["stored"])
+            cta = dataclasses.replace(cta, own=own)
+        if self.pairs % self.at_once == 0:
             self.run_roles(cta)
         else:  # the last section is smaller
-            pl.when(pair < pairs)(lambda: self.run_roles(cta))
+            pl.when(pair < self.pairs)(lambda: self.run_roles(cta))
+
+    def own_tiles(self, cta: PairedCta, flags) -> OwnTiles:
+        """Returns the dQ tiles that a CTA stores, of which each of a pair has its columns."""
+        total = cta.q_tiles.total
+        unknown = functools.partial(inline.unknown, interpret=self.interpret)
+
+        def place():
+            pair = unknown(cta.kv_head) * self.problem.batch + unknown(cta.batch)
+            return unknown(cta.block), pair * PAIR + unknown(cta.rank)
+
+        bars = {"stored": cta.bars.stored, "others_stored": cta.bars.others_stored}
+        count = diagonal.num_stored(self, total)
+        return OwnTiles(count, total, flags, place, self.num_blocks, **bars)
 
     def run_roles(self, cta: PairedCta):
         """Sends each warpgroup to its role."""
@@ -304,6 +357,9 @@ class PairedLoads(DkvLoads):
         def _(warp):
             pl.when(warp == LOAD_WARP)(lambda: self.load_all(cta))
             pl.when(warp == STORE_WARP)(lambda: self.add_dq(cta))
+            if own := cta.own:
+                pl.when(warp == SIGNAL_WARP)(lambda: own().signal())
+                pl.when(warp == WAIT_WARP)(lambda: own().await_flags())
 
     def load_k(self, cta: PairedCta):
         """Loads this CTA's keys, and its columns of the other's."""
@@ -319,14 +375,36 @@ class PairedLoads(DkvLoads):
         plgpu.copy_gmem_to_smem(rows_of(cta.gmem.v, cta.keys, v), v, cta.bars.v_full)
 
     def add_dq(self, cta: PairedCta):
-        """Adds both warpgroups' parts of dQ of every tile to device memory."""
+        """Adds both warpgroups' parts of dQ of every tile to device memory, or stores them."""
+        total, zero = cta.q_tiles.total, jnp.int32(0)
+        if cta.own is None:
+            self.put_dq(cta, zero, total + 1)
+        else:
+            own = cta.own()
+            self.put_dq(cta, zero, own.count + 1, None)
+            own.await_others()
+            self.put_dq(cta, own.count + 1, total + 1, own=own)
+            pl.when(own.count == total)(own.are_stored)
+        plgpu.wait_smem_to_gmem(0)
+
+    def put_dq(
+        self,
+        cta: PairedCta,
+        start,
+        stop,
+        reduction_op: Literal["add"] | None = "add",
+        own: OwnTiles | None = None,
+    ):
+        """Adds dQ of the tiles before a range of steps, or stores it; `own`: those before it."""
         total, slots = cta.q_tiles.total, len(cta.smem.dq)
 
-        @pl.loop(jnp.int32(0), total + 1)
+        @pl.loop(start, stop)
         def _(n):
             for wg in range(WARPGROUPS):
                 plgpu.barrier_wait(cta.bars.dq_full.at[wg])
-                pl.when(n > 0)(lambda wg=wg: self.add_part(cta, n - 1, wg))
+                if own is not None and wg == 0:
+                    pl.when((n == own.count + 1) & (own.count > 0))(own.are_stored)
+                pl.when(n > 0)(lambda wg=wg: self.put_part(cta, n - 1, wg, reduction_op))
                 after = 1 - wg if slots == 1 else wg
                 give_back = lambda after=after: plgpu.barrier_arrive(cta.bars.dq_empty.at[after])
                 if after > wg:
@@ -334,17 +412,15 @@ class PairedLoads(DkvLoads):
                 else:
                     pl.when(n < total)(give_back)
 
-        plgpu.wait_smem_to_gmem(0)
-
-    def add_part(self, cta: PairedCta, n, wg: int):
-        """Adds a warpgroup's part of dQ of the n-th tile, and waits until it has been read."""
+    def put_part(self, cta: PairedCta, n, wg: int, reduction_op: Literal["add"] | None):
+        """Adds or stores a warpgroup's part of dQ of the n-th tile; waits until it is read."""
         first, columns = dq_columns(self.problem.head_dim, wg)
         member, block = cta.q_tiles[n]
         head = cta.kv_head * self.problem.group + member
         rows = pl.ds(block * self.blocks.block_q, self.blocks.block_q)
         target = cta.dq.at[cta.batch, rows, head, pl.ds(cta.rank * cta.half + first, columns)]
         part = cta.smem.dq[wg % len(cta.smem.dq)]
-        plgpu.copy_smem_to_gmem(part, target, reduction_op="add")
+        plgpu.copy_smem_to_gmem(part, target, reduction_op=reduction_op)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -375,12 +451,20 @@ def backward_paired(
         places = problem.batch, problem.kv_heads, kernel.grid["kv"], SLOTS, PAIR
         made.append(stand_in(*places, dtype=problem.dtype))
 
+    smem, bars = paired_scratch(problem, blocks, arrays, interpret)
+    if kernel.stores_dq:
+        bars = diagonal.with_barriers(bars)
+        shapes = {"dq": sums, "stored": diagonal.flags(kernel.pairs * PAIR)}
+        cleared = diagonal.cleared(kernel, shapes)
+    else:
+        cleared = {"dq": zeros([sums.shape], interpret)[0]}
+
     def run(refs):
-        dq, *out = refs
+        kept, *out = refs
         call = launch(
-            functools.partial(kernel.run, dq),
+            functools.partial(kernel.run, kept),
             out=tuple(made),
-            scratch=paired_scratch(problem, blocks, arrays, interpret),
+            scratch=(smem, bars),
             grid=kernel.grid,
             cluster=pipeline.cluster_axes(PAIR),
             threads=WARPGROUPS + 1,
@@ -390,7 +474,6 @@ def backward_paired(
         for ref, x in zip(out, call(given), strict=False):
             ref[...] = x
 
-    (cleared,) = zeros([sums.shape], interpret)
     empty = [jnp.zeros(x.shape, x.dtype) for x in made[:2]]  # XLA drops them
-    dq, dk, dv = pl.run_state(run)((cleared, *empty))
-    return scaled_dq(problem, dq), dk, dv
+    kept, dk, dv = pl.run_state(run)((cleared, *empty))
+    return scaled_dq(problem, kept["dq"]), dk, dv

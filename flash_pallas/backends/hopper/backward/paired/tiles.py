@@ -15,7 +15,8 @@ from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
-from ..fused.tiles import FUSED_HEAD_DIMS
+from ..fused import diagonal
+from ..fused.tiles import FUSED_HEAD_DIMS, pairs_at_once
 from ..operands import BackwardArrays
 from ..split.tiles import native_head_dim
 
@@ -113,6 +114,8 @@ class PairedBarriers(NamedTuple):
     dq_full: Any  # [2], a warpgroup has left its part
     dq_empty: Any  # [2], a warpgroup may leave its next part
     met: Any
+    stored: Any = None  # backward/fused/diagonal.py: what this CTA stores lies in device memory
+    others_stored: Any = None  # and what others store
 
 
 def paired_scratch(
@@ -181,13 +184,26 @@ def paired_problem(problem: Problem) -> Problem:
     return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
+def num_sections(problem: Problem) -> int:
+    """Returns the number of sections of the pairs of a batch entry and a KV head."""
+    pairs = problem.batch * problem.kv_heads
+    return pl.cdiv(pairs, pairs_at_once(problem, pairs))
+
+
+def may_store_dq(problem: Problem) -> bool:
+    """Returns whether CTAs with one loop may store dQ: see backward/fused/diagonal.py."""
+    num_blocks = pl.cdiv(problem.kv_len, PairedBlocks.block_kv)
+    return diagonal.allowed(problem, num_blocks, num_sections(problem))
+
+
 def choose_paired(problem: Problem) -> PairedBlocks | None:
     """Returns the tiles of a problem; None if the kernel does not run it.
 
     bf16, H200, against the two deterministic kernels in the same process, full and causal:
     4,4k,16,192 1.22 and 1.07 (without early_dq 1.15 and 1.09), 1,16k,16,192 1.16 and 1.10;
     4,4k,8,256 1.01 to 1.06 and 1.01, 1,16k,8,256 1.10 to 1.14 and 1.06 (with early_dq, which spills
-    8 bytes, 1.06 and 1.07). Without a mask, staggered is 1.10 at 16k of 256.
+    8 bytes, 1.06 and 1.07). Without a mask, staggered is 1.10 at 16k of 256. One loop where CTAs
+    store dQ: 16,1k,16,192 causal 0.90 of the time, 8,2k 0.94, 4,4k 0.97 (paired_diagonal.json).
 
     Args:
         problem: what is computed, with head dims up to 256.
@@ -199,6 +215,7 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     whole = problem.kv_len % PairedBlocks.block_kv == 0 and not problem.is_dynamic
     plain = problem.spec.mask.is_trivial and whole
     early = native.head_dim == HEAD_DIMS[0]
-    blocks = PairedBlocks(mask_all=plain, stagger=plain, early_dq=early)
+    one_loop = plain or may_store_dq(native)
+    blocks = PairedBlocks(mask_all=one_loop, stagger=plain, early_dq=early)
     choices = blocks, dataclasses.replace(blocks, do_stages=1)
     return next((b for b in choices if fits(paired_scratch(native, b))), None)
