@@ -56,6 +56,8 @@ PROGRAMS = {
     "phi3_mini": Shape(6, 1024, 32, 32, 96),
     "vicuna_13b": Shape(6, 1024, 40, 40, 128),
     "qwen2_7b": Shape(3, 2048, 28, 4, 128),
+    "latent_training": Shape(6, 2048, 16, 16, 192),  # keys of multi-head latent attention
+    "gemma_7b": Shape(6, 2048, 16, 16, 256),
 }
 
 # Of tests/hopper_cases.py: modifiers where registers are tightest.

@@ -86,11 +86,8 @@ def in_last(launch: Any):
 def block_of(launch: Any, index):
     """Returns the KV block of the `index`-th CTA of a pair."""
     last_first = launch.num_blocks - 1 - index
-    return (
-        lax.select(in_last(launch), index, last_first)
-        if clears_last(launch.problem)
-        else last_first
-    )
+    clears = clears_last(launch.problem)
+    return lax.select(in_last(launch), index, last_first) if clears else last_first
 
 
 def cleared(launch: Any, shapes: dict[str, Any]) -> dict[str, Any]:
@@ -120,9 +117,8 @@ def flags(words: int) -> jax.ShapeDtypeStruct:
 def num_stored(launch: Any, total):
     """Returns how many of the `total` Q tiles of a CTA it stores dQ of: its first ones."""
     count = lax.min(jnp.int32(launch.blocks.block_kv // launch.blocks.block_q), total)
-    return (
-        lax.select(in_last(launch), jnp.int32(0), count) if clears_last(launch.problem) else count
-    )
+    clears = clears_last(launch.problem)
+    return lax.select(in_last(launch), jnp.int32(0), count) if clears else count
 
 
 # --- The CTA: its storing warp, and two others of the producer warpgroup --------------------------

@@ -47,9 +47,9 @@ from .tiles import (
     WARPGROUPS,
     PairedBlocks,
     dq_columns,
-    may_store_dq,
     num_sections,
     paired_scratch,
+    stores_dq,
     swizzle_of_k,
 )
 
@@ -130,8 +130,7 @@ class PairedKernel(DkvKernel):
     @property
     def stores_dq(self) -> bool:
         """True if CTAs store dQ of the queries at their keys' positions: fused/diagonal.py."""
-        blocks = self.blocks
-        return blocks.mask_all and not blocks.stagger and may_store_dq(self.problem)
+        return stores_dq(self.problem, self.blocks)
 
     @property
     def grid(self) -> dict[str, int]:
@@ -451,9 +450,7 @@ def backward_paired(
         places = problem.batch, problem.kv_heads, kernel.grid["kv"], SLOTS, PAIR
         made.append(stand_in(*places, dtype=problem.dtype))
 
-    smem, bars = paired_scratch(problem, blocks, arrays, interpret)
     if kernel.stores_dq:
-        bars = diagonal.with_barriers(bars)
         shapes = {"dq": sums, "stored": diagonal.flags(kernel.pairs * PAIR)}
         cleared = diagonal.cleared(kernel, shapes)
     else:
@@ -464,7 +461,7 @@ def backward_paired(
         call = launch(
             functools.partial(kernel.run, kept),
             out=tuple(made),
-            scratch=(smem, bars),
+            scratch=paired_scratch(problem, blocks, arrays, interpret),
             grid=kernel.grid,
             cluster=pipeline.cluster_axes(PAIR),
             threads=WARPGROUPS + 1,

@@ -32,7 +32,7 @@ class PairedBlocks:
 
     Attributes:
         stages, do_stages: tiles of Q and of dO in flight.
-        mask_all: one loop masks every tile, if the mask hides anything.
+        mask_all: one loop masks every tile, if the mask hides anything. Causal CTAs may store dQ.
         stagger: the pairs of a head start at different tiles; takes mask_all.
         early_dq: warpgroup 1 issues its part of dQ behind dP^T, not behind dS^T.
     """
@@ -118,6 +118,23 @@ class PairedBarriers(NamedTuple):
     others_stored: Any = None  # and what others store
 
 
+def num_sections(problem: Problem) -> int:
+    """Returns the number of sections of the pairs of a batch entry and a KV head."""
+    pairs = problem.batch * problem.kv_heads
+    return pl.cdiv(pairs, pairs_at_once(problem, pairs))
+
+
+def may_store_dq(problem: Problem) -> bool:
+    """Returns whether CTAs with one loop store dQ of the queries at their keys' positions."""
+    num_blocks = pl.cdiv(problem.kv_len, PairedBlocks.block_kv)
+    return diagonal.allowed(problem, num_blocks, num_sections(problem))
+
+
+def stores_dq(problem: Problem, blocks: PairedBlocks) -> bool:
+    """Returns whether CTAs with these options do; see backward/fused/diagonal.py."""
+    return blocks.mask_all and not blocks.stagger and may_store_dq(problem)
+
+
 def paired_scratch(
     problem: Problem,
     blocks: PairedBlocks,
@@ -167,7 +184,7 @@ def paired_scratch(
         dq_empty=bar(num_barriers=WARPGROUPS),
         met=bar(num_arrivals=WARPGROUPS),
     )
-    return smem, bars
+    return smem, diagonal.with_barriers(bars) if stores_dq(problem, blocks) else bars
 
 
 def swizzle_of_k(problem: Problem, arrays: BackwardArrays | None) -> int:
@@ -184,18 +201,6 @@ def paired_problem(problem: Problem) -> Problem:
     return dataclasses.replace(problem, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
-def num_sections(problem: Problem) -> int:
-    """Returns the number of sections of the pairs of a batch entry and a KV head."""
-    pairs = problem.batch * problem.kv_heads
-    return pl.cdiv(pairs, pairs_at_once(problem, pairs))
-
-
-def may_store_dq(problem: Problem) -> bool:
-    """Returns whether CTAs with one loop may store dQ: see backward/fused/diagonal.py."""
-    num_blocks = pl.cdiv(problem.kv_len, PairedBlocks.block_kv)
-    return diagonal.allowed(problem, num_blocks, num_sections(problem))
-
-
 def choose_paired(problem: Problem) -> PairedBlocks | None:
     """Returns the tiles of a problem; None if the kernel does not run it.
 
@@ -203,7 +208,7 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     4,4k,16,192 1.22 and 1.07 (without early_dq 1.15 and 1.09), 1,16k,16,192 1.16 and 1.10;
     4,4k,8,256 1.01 to 1.06 and 1.01, 1,16k,8,256 1.10 to 1.14 and 1.06 (with early_dq, which spills
     8 bytes, 1.06 and 1.07). Without a mask, staggered is 1.10 at 16k of 256. One loop where CTAs
-    store dQ: 16,1k,16,192 causal 0.90 of the time, 8,2k 0.94, 4,4k 0.97 (paired_diagonal.json).
+    store dQ: 16,1k,16,192 causal 0.91 of the time, 8,2k 0.95, 4,4k 0.98 (paired_diagonal.json).
 
     Args:
         problem: what is computed, with head dims up to 256.
