@@ -509,6 +509,7 @@ DIAGONAL = (
     _case("diagonal_far_sinks", **_TRIANGLE, B=2, sinks=True, magnitude=(0, 15)),
     _case("diagonal_128_far", **_TRIANGLE, B=2, H=128, magnitude=(15, 0)),
     _case("diagonal_192", **_TRIANGLE, B=2, H=192),
+    _case("diagonal_192_128", **_TRIANGLE, H=192, Hv=128),
     _case("diagonal_256_far_sinks", **_TRIANGLE, B=2, H=256, sinks=True, magnitude=(15, 0)),
     _case("diagonal_160_window_dropout", **_TRIANGLE, H=160, window=(140, 0), dropout_rate=0.2),
 )
