@@ -499,7 +499,7 @@ _TRIANGLE = {"T": 300, "S": 300, "K": 2, "causal": True}
 # CTAs store dQ of the queries at their keys' positions, where pairs are worked on one at a time:
 # see backends/hopper/backward/fused/diagonal.py.
 DIAGONAL = (
-    _case("diagonal_64", **_TRIANGLE, B=2),
+    _case("diagonal_64", **_TRIANGLE),
     _case("diagonal_128", **_TRIANGLE, B=2, H=128),
     _case("diagonal_96_one_tile", **_TRIANGLE | {"T": 130, "S": 130}, H=96),
     _case("diagonal_32_window", **_TRIANGLE, H=32, window=(140, 0)),
@@ -508,7 +508,7 @@ DIAGONAL = (
     _case("diagonal_128_score_mod_bias", **_TRIANGLE, H=128, score_mod="relative", bias="1N1S"),
     _case("diagonal_far_sinks", **_TRIANGLE, B=2, sinks=True, magnitude=(0, 15)),
     _case("diagonal_128_far", **_TRIANGLE, B=2, H=128, magnitude=(15, 0)),
-    _case("diagonal_192", **_TRIANGLE, B=2, H=192),
+    _case("diagonal_192", **_TRIANGLE, H=192),
     _case("diagonal_192_128", **_TRIANGLE, H=192, Hv=128),
     _case("diagonal_256_far_sinks", **_TRIANGLE, B=2, H=256, sinks=True, magnitude=(15, 0)),
     _case("diagonal_160_window_dropout", **_TRIANGLE, H=160, window=(140, 0), dropout_rate=0.2),
