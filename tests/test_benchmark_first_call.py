@@ -29,6 +29,7 @@ def here(monkeypatch):
     return asked
 
 
+@pytest.mark.thorough(always=["forward", "gradient"])
 @pytest.mark.parametrize("work", run_first_call.WORK)
 def test_a_run_to_its_table(here, work, tmp_path, capsys):
     out = tmp_path / "first_call.json"
