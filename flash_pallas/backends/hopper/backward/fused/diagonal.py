@@ -53,9 +53,14 @@ def applies(launch: Any) -> bool:
 
 
 def allowed(problem: Problem, num_blocks: int, sections: int) -> bool:
-    """Returns whether loops over Q tiles begin at the positions of keys, which no array may decide.
+    """Returns whether CTAs may store dQ, if one loop masks all of their Q tiles.
 
-    Nor may a pair have too many KV blocks, `num_blocks`.
+    It must begin at the positions of the keys, which no array may decide.
+
+    Args:
+        problem: a problem with the head dims that the kernel runs.
+        num_blocks: number of KV blocks of a pair of a batch entry and a KV head.
+        sections: number of sections of these pairs.
     """
     mask, most = problem.spec.mask, MOST_BLOCKS if problem.head_dim > 64 else MOST_BLOCKS_64
     arrays = problem.is_dynamic or problem.is_listed or problem.traced_offset

@@ -110,7 +110,7 @@ class PairedKernel(DkvKernel):
     @property
     def at_once(self) -> int:
         """Number of pairs of a batch entry and a KV head that are worked on at one time."""
-        return pairs_at_once(self.problem, self.problem.batch * self.problem.kv_heads)
+        return pairs_at_once(self.problem, self.pairs)
 
     @property
     def pairs(self) -> int:
