@@ -160,6 +160,11 @@ def log_tma_write(task, tma_thread_id: int, memory) -> None:
     )
 
 
+# Held while a thread reads device memory, changes what it found and writes that back: clusters run
+# one after the other, the CTAs of one at the same time.
+_ATOMIC = threading.Lock()
+
+
 def _word(key, index) -> tuple[Key, int, np.ndarray]:
     """Returns the buffer of words in device memory, the index of one, and all their values."""
     key = Key.from_array(key)
@@ -170,12 +175,14 @@ def _word(key, index) -> tuple[Key, int, np.ndarray]:
 def set_bits(*, token, thread, key, index, bits, source_info=None):
     """Implements `inline.set_bits`: who waits for them sees what this thread has written."""
     memory = gpu_callbacks._get_shared_memory()
-    key, index, words = _word(key, index)
-    if words[index] & int(bits):
+    with _ATOMIC:
+        key, index, words = _word(key, index)
+        found = words[index]
+        words[index] |= int(bits)
+        memory.store_buffer_content(key, _access(key, ()), words, thread)
+    if found & int(bits):
         where = source_info_util.summarize(source_info)
         monitor().races.append(f"bits {int(bits):#x} of word {index} at {where} were set before")
-    words[index] |= int(bits)
-    memory.store_buffer_content(key, _access(key, ()), words, thread)
     if memory.detect_races:
         now = memory.incr_clock(thread).generic_clock
         gpu_callbacks.get_races().signal((key, index), int(bits), now)
@@ -184,7 +191,7 @@ def set_bits(*, token, thread, key, index, bits, source_info=None):
 
 @gpu_callbacks.fail_on_exception
 def await_bits(*, token, thread, key, index, bits, source_info=None):
-    """Implements `inline.await_bits`; CTAs run one after the other, so it finds them or never."""
+    """Implements `inline.await_bits`; clusters run one after the other: it finds them or never."""
     memory = gpu_callbacks._get_shared_memory()
     key, index, words = _word(key, index)
     if ~words[index] & int(bits):
@@ -205,7 +212,6 @@ def fence_copies(*, token, thread):
     return token
 
 
-_REDUCTION_LOCK = threading.Lock()
 _REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 
@@ -223,7 +229,7 @@ class _Reduction(gpu_callbacks.AsyncCopySmemToGmemTask):
         inside = gpu_callbacks._clip_store_to_shape(self.dst_access, value, shape)
         if inside is not None:
             access, value = inside
-            with _REDUCTION_LOCK:
+            with _ATOMIC:
                 value = self.operation(_read(self.dst_allocation_key, access), value)
                 memory.store_buffer_content(self.dst_allocation_key, access, value, self.thread)
         self.post_write(tma_thread_id, memory)

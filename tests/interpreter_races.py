@@ -1,6 +1,6 @@
 """The race log of the extended interpreter: accesses, their order, and barriers never completed.
 
-The interpreter runs the warpgroups of one CTA as Python threads, the CTAs one after the other.
+Warpgroups of a cluster run as Python threads at the same time, clusters one after the other.
 Every access carries a vector clock; two accesses to one place race if one of them writes and
 neither clock is behind the other. This module keeps that log (`RaceLog`) in place of JAX's own,
 because three rules of the hardware are missing there:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from flash_pallas.backends.gpu import inline
+
+from . import interpreter_callbacks
 from .interpreter import INTERPRET, DeadlockError, KernelFault, RaceError, race_checked
 
 pytestmark = pytest.mark.interpret
@@ -182,6 +186,51 @@ def test_deadlock_is_reported_and_leaves_the_interpreter_usable():
     with pytest.raises(DeadlockError, match="no barrier completed"):
         _run("missing release", deadlock_s=3.0)
     _run()
+
+
+def _set_bits_of_own_words():
+    """Returns the words of two CTAs of a cluster, each of which sets bits of its own."""
+    words = jax.new_ref(jnp.zeros(2, jnp.int32))
+
+    def kernel(done_ref, done_s):
+        rank = lax.axis_index("rank")
+
+        @plgpu.warp_map
+        def _(warp):
+            @pl.when(warp == 0)
+            def _():
+                for bit in range(8):
+                    inline.set_bits(words, rank, jnp.int32(1 << bit))
+
+        done_s[...] = jnp.ones_like(done_s)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(done_s, done_ref.at[rank])
+        plgpu.wait_smem_to_gmem(0)
+
+    plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((2, 128), jnp.float32),
+        scratch_types=[plgpu.SMEM((128,), jnp.float32)],
+        cluster=(2,),
+        cluster_names=("rank",),
+        num_threads=1,
+        thread_name="wg",
+        interpret=INTERPRET,
+    )()
+    return words[...]
+
+
+def test_ctas_of_a_cluster_keep_the_bits_of_each_others_words(monkeypatch):
+    read = interpreter_callbacks._read
+
+    def read_slowly(*place):
+        value = read(*place)
+        time.sleep(0.02)  # in which the other CTA sets a bit
+        return value
+
+    monkeypatch.setattr(interpreter_callbacks, "_read", read_slowly)
+    with race_checked():
+        assert jax.jit(_set_bits_of_own_words)().tolist() == [255, 255]
 
 
 def test_nothing_interpreted_is_an_error():
