@@ -19,8 +19,8 @@ from jax.extend.core import jaxprs_in_params
 
 from .checks import FLOOR, GRADIENT_FACTOR, OUTPUT_FACTOR
 
-# With key biases of Flax's layer, causal, errors come to 1.11 of what is allowed at the worst of 30
-# inputs alone, to 0.75 with two or four draws, to 0.61 with eight.
+# Gradients of Flax's causal layer, the worst of 30 seeds with jax 0.12: the error is 1.11 of what
+# is allowed with one draw, 0.75 with two or four, 0.61 with eight.
 DRAWS = 4
 
 
@@ -67,7 +67,7 @@ def assert_no_worse(ours, plain, params, x):
 
 
 def _all_but_equal(x):
-    """Yields x, and DRAWS - 1 others: the rounding errors of each have nothing in common."""
+    """Yields x and DRAWS - 1 arrays within about 2^-12 of it, with which all rounds differently."""
     yield x
     rng = np.random.default_rng(0)
     for _ in range(DRAWS - 1):
