@@ -15,12 +15,12 @@ GPU_ENV := FLASH_PALLAS_COMPILE_AHEAD=0 XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
-	@echo "make test           lint and the tests that need no GPU, of thorough ones a part a day"
+	@echo "make test           lint and the tests that need no GPU, of thorough ones a part"
 	@echo "make test-all       all tests that need no GPU, every interpreted kernel among them"
 	@echo "make test-compat    flash_pallas.compat against PyTorch on a CPU, which it installs apart"
 	@echo "make test-0.12      a part of them with jax 0.12"
 	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others;"
-	@echo "                    with DAY=n the plain ones of head dims 64 and 128, and a fourth of the rest"
+	@echo "                    with PART=n the plain ones of head dims 64 and 128, and a fourth of the rest"
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
 	@echo "make compile-check-cuda12  a part of it with the compiler of CUDA 12"
 	@echo "make package        wheel and source distribution: built, checked, installed and tried"
@@ -64,7 +64,7 @@ demo:
 compile-check:
 	@VENV=$(VENV)-cuda bash .ci/setup compile
 	$(VENV)-cuda/bin/python -m pytest -q -m compile tests/compile_check
-	$(VENV)-cuda/bin/python -m tests.compile_check $(if $(DAY),--day $(DAY))
+	$(VENV)-cuda/bin/python -m tests.compile_check $(if $(PART),--part $(PART))
 	$(VENV)-cuda/bin/python -m tests.compile_check --target a100 --only "64 bfloat16 full" "64 bfloat16 causal" "128 bfloat16 full" "128 bfloat16 causal"
 	$(VENV)-cuda/bin/python -m tests.compile_check --target rtx5090 --only "128 bfloat16 causal"
 	$(VENV)-cuda/bin/python -m tests.compile_check --target b200 --only "128 bfloat16 causal"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 
-from . import gpus, selection
+from . import digest, gpus, selection
 
 # 1: each process sees one GPU. "several": all processes see all of them.
 ON_GPU = os.environ.get("FLASH_PALLAS_TEST_GPU") in ("1", "several")
@@ -38,8 +37,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# Of the random calls that are others every day; FLASH_PALLAS_SEED repeats those of another one.
-SEED = int(os.environ.get("FLASH_PALLAS_SEED", datetime.date.today().toordinal()))
+# Of random calls and of the choice of thorough cases; FLASH_PALLAS_SEED repeats another run's.
+SEED = digest.seed()
 
 
 # Everything: `make test-all`, or tests that are named. Otherwise what selection.py says.
@@ -53,13 +52,13 @@ IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 
 def pytest_report_header():
-    part = f"part {SEED % selection.DAYS + 1} of {selection.DAYS}"
+    part = f"part {SEED % selection.PARTS + 1} of {selection.PARTS}"
     cases = "all" if EVERYTHING else f"those of `make test`, of thorough ones {part}"
     return f"random calls: FLASH_PALLAS_SEED={SEED}; cases: {cases}"
 
 
 @pytest.fixture
-def seed_of_the_day() -> int:
+def seed_of_sources() -> int:
     return SEED
 
 

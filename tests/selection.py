@@ -1,8 +1,8 @@
 """The choice of cases for `make test`: all that are not thorough, and some of those that are.
 
 A test is thorough by its mark: `@pytest.mark.thorough(always=["name of a case"])`. Of its cases run
-those that the mark names; an eighth of those that a mutation names, and a sixtieth of the others,
-another one every day.
+those that the mark names; an eighth of those that a mutation names, and a sixtieth of the others.
+Which ones goes by the seed of digest.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from .mutation_list import SHARED_AND_HOPPER
 from .portable_mutations import PORTABLE
 
-DAYS = 60  # after which every case has had its turn
-NAMED_DAYS = 8  # likewise, of the cases that a mutation names
+PARTS = 60  # of the cases, of which one runs
+NAMED_PARTS = 8  # likewise, of the cases that a mutation names
 NAMED = frozenset(f"tests/{mutation.test}" for mutation in (*SHARED_AND_HOPPER, *PORTABLE))
 
 
@@ -30,19 +30,19 @@ def parts(nodeid: str) -> set[str]:
     return {nodeid, function, function.partition("::")[0]}
 
 
-def runs(nodeid: str, always: Iterable[str] | None, day: int) -> bool:
+def runs(nodeid: str, always: Iterable[str] | None, seed: int) -> bool:
     """Says whether `make test` runs a case.
 
     Args:
         nodeid: pytest's name of it.
         always: names that its mark has, None where it is not thorough.
-        day: number of the day; a thorough case has its turn on one of `DAYS`.
+        seed: what chooses one part of `PARTS`.
     """
     own = parts(nodeid)
     if always is None or own & cases_of(nodeid, always):
         return True
-    days = NAMED_DAYS if own & NAMED else DAYS
-    return zlib.crc32(nodeid.encode()) % days == day % days
+    parts_of_all = NAMED_PARTS if own & NAMED else PARTS
+    return zlib.crc32(nodeid.encode()) % parts_of_all == seed % parts_of_all
 
 
 def missing(names: Iterable[str], nodeids: Iterable[str]) -> list[str]:

@@ -17,27 +17,27 @@ def test_the_line_is_there(mutation):
     assert (ROOT / "tests" / mutation.test.partition("::")[0]).is_file()
 
 
-def test_what_they_name_runs_once_in_named_days():
-    days = range(5, 5 + selection.NAMED_DAYS)
+def test_what_they_name_is_in_one_part():
+    seeds = range(5, 5 + selection.NAMED_PARTS)
     for mutation in MUTATIONS:
-        assert sum(selection.runs(f"tests/{mutation.test}", (), day) for day in days) == 1
+        assert sum(selection.runs(f"tests/{mutation.test}", (), seed) for seed in seeds) == 1
 
 
 @pytest.mark.parametrize("name", [CASE, "tests/test_a.py::test_b", "tests/test_a.py"])
 def test_cases_that_a_name_has(monkeypatch, name):
-    days = range(selection.DAYS)
-    assert sum(selection.runs(CASE, (), day) for day in days) == 1
+    seeds = range(selection.PARTS)
+    assert sum(selection.runs(CASE, (), seed) for seed in seeds) == 1
     monkeypatch.setattr(selection, "NAMED", {name})
-    named_days = range(selection.NAMED_DAYS)
-    assert sum(selection.runs(CASE, (), day) for day in named_days) == 1
-    assert sum(selection.runs("tests/test_ab.py::test_b", (), day) for day in days) == 1
+    named_seeds = range(selection.NAMED_PARTS)
+    assert sum(selection.runs(CASE, (), seed) for seed in named_seeds) == 1
+    assert sum(selection.runs("tests/test_ab.py::test_b", (), seed) for seed in seeds) == 1
 
 
 def test_cases_that_a_mark_has():
-    days = range(selection.DAYS)
-    assert all(selection.runs(CASE, None, day) for day in days)
-    assert all(selection.runs(CASE, ("c",), day) for day in days)
-    assert sum(selection.runs(CASE, ("d",), day) for day in days) == 1
+    seeds = range(selection.PARTS)
+    assert all(selection.runs(CASE, None, seed) for seed in seeds)
+    assert all(selection.runs(CASE, ("c",), seed) for seed in seeds)
+    assert sum(selection.runs(CASE, ("d",), seed) for seed in seeds) == 1
 
 
 def test_names_of_nothing_are_found():

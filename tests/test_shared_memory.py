@@ -240,15 +240,15 @@ def test_three_warpgroups_beside_segment_ids():
 
 # --- random calls --------------------------------------------------------------------------------
 
-SAMPLE = 2  # of each GPU and day; `make fuzz-lowering` tries thousands
+SAMPLE = 2  # of each GPU; `make fuzz-lowering` tries thousands
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_random_calls_are_lowered(gpu, seed_of_the_day):
+def test_random_calls_are_lowered(gpu, seed_of_sources):
     with on(GPUS[gpu]):
-        found = [try_call(GPUS[gpu], seed_of_the_day, number) for number in range(SAMPLE)]
+        found = [try_call(GPUS[gpu], seed_of_sources, number) for number in range(SAMPLE)]
     failed = [f"{each.call}\n{each.error}" for each in found if each.kind == "failed"]
-    assert not failed, f"seed {seed_of_the_day}: " + "\n".join(failed)
+    assert not failed, f"seed {seed_of_sources}: " + "\n".join(failed)
 
 
 @pytest.mark.thorough

@@ -45,8 +45,8 @@ def wanted(options):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_random_calls(call, seed_of_the_day):
-    arrays, options = random_call([seed_of_the_day, call])
+def test_random_calls(call, seed_of_sources):
+    arrays, options = random_call([seed_of_sources, call])
     with jax.enable_x64(True):
         arrays = tuple(map(jnp.asarray, arrays))
         named = {n: jnp.asarray(x) if n == "alibi_slopes" else x for n, x in options.items()}
@@ -137,8 +137,8 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_packed_sequences(name, seed_of_the_day):
-    rng, options = np.random.default_rng([seed_of_the_day, 8]), DOCUMENTS[name]
+def test_packed_sequences(name, seed_of_sources):
+    rng, options = np.random.default_rng([seed_of_sources, 8]), DOCUMENTS[name]
     # Longer and shorter than their keys; without queries, without keys; padding after the last.
     cu_q = np.cumsum([0, 3, 0, 9, 4, rng.integers(1, 20)])
     cu_k = np.cumsum([0, 10, 5, 4, 0, rng.integers(1, 30)])
@@ -228,10 +228,10 @@ CACHES = {
     always=["causal", "two-sided window", "softcap and alibi", "rotary", "rotary, one position"]
 )
 @pytest.mark.parametrize("name", CACHES)
-def test_a_cache(name, seed_of_the_day):
+def test_a_cache(name, seed_of_sources):
     options, q_len = dict(CACHES[name][0]), CACHES[name][1]
     paged = bool(options.pop("block_table", False))
-    q, caches, new, lengths, table, dense = random_cache([seed_of_the_day, q_len], paged, q_len)
+    q, caches, new, lengths, table, dense = random_cache([seed_of_sources, q_len], paged, q_len)
     turned, keys = q.copy(), new[0].copy()
     formula_options = {k: x for k, x in options.items() if "rotary" not in k}
     given = dict(options)

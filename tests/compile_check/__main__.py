@@ -29,7 +29,7 @@ def main() -> int:
         help="rows whose name contains one of these",
     )
     parser.add_argument("--suite", help="the cells of this suite of the benchmarks instead")
-    parser.add_argument("--day", type=int, help="plain rows, of others this day's fourth")
+    parser.add_argument("--part", type=int, help="plain rows, of others the fourth of this number")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--budget", action="store_true", help="note what compiling them costs now")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
@@ -39,7 +39,7 @@ def main() -> int:
         parser.error("the Hopper kernels are compiled for --target h200")
     if arguments.suite and (target != H200 or arguments.backend == "portable"):
         parser.error("the cells of a suite are calls of the Hopper kernels: --target h200")
-    choice = Choice(tuple(arguments.only), arguments.suite, arguments.backend, arguments.day)
+    choice = Choice(tuple(arguments.only), arguments.suite, arguments.backend, arguments.part)
     started = time.monotonic()
     tools = find_tools()
     print(f"ptxas {tools.version()} ({tools.ptxas}); nvdisasm: {tools.nvdisasm}")

@@ -24,9 +24,9 @@ from .report import Report, take
 from .rows import Row, rows, suite_rows
 
 BACKENDS = ("hopper", "portable")
-# Rows that are compiled on every day; of the others a part, so that all had their turn after DAYS.
+# Rows that are in every part; the others are in one of PARTS each.
 ALWAYS = {(n, "bfloat16", m) for n in (64, 128) for m in ("full", "causal", "contiguous")}
-DAYS = 4
+PARTS = 4
 
 COLUMNS = "{:<29} {:>4} {:<9} {:<24} {:>5} {:>5} {:>6} {:>8} {:>7}  {}"
 HEADER = COLUMNS.format(
@@ -42,13 +42,13 @@ class Choice:
         only: substrings of names; a row is chosen if its name has one of them. Empty: all rows.
         suite: suite of the benchmarks whose cells are the rows. None: the kernels that ship.
         backend: one of BACKENDS. None: the backend that calls reach on the target.
-        day: number of a day; None: all rows, else those of ALWAYS and this day's part of the rest.
+        part: a number; None: all rows, else those of ALWAYS and, modulo PARTS, a part of the rest.
     """
 
     only: tuple[str, ...] = ()
     suite: str | None = None
     backend: str | None = None
-    day: int | None = None
+    part: int | None = None
 
     def rows(self, target: Target) -> Iterator[Row]:
         """Returns the chosen rows for this GPU."""
@@ -65,10 +65,10 @@ class Choice:
         return hopper and trades_registers()
 
     def has_turn(self, row: Row) -> bool:
-        """Says whether a row is compiled on this day."""
-        if self.day is None or (row.head_dim, row.dtype, row.mask) in ALWAYS:
+        """Says whether a row is in this part."""
+        if self.part is None or (row.head_dim, row.dtype, row.mask) in ALWAYS:
             return True
-        return zlib.crc32(str(row).encode()) % DAYS == self.day % DAYS
+        return zlib.crc32(str(row).encode()) % PARTS == self.part % PARTS
 
 
 def check(target: Target, row: Row, folder: Path) -> tuple[list[Report], list[str]]:

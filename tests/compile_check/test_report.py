@@ -360,14 +360,14 @@ def test_backend_of_a_target():
 
 
 @pytest.mark.compile  # likewise
-def test_every_row_has_its_turn(monkeypatch):
+def test_every_row_is_in_a_part(monkeypatch):
     found = list(rows.rows())
     monkeypatch.setattr(checking, "rows", lambda: found)
-    choices = [checking.Choice(day=day) for day in range(20, 20 + checking.DAYS)]
-    of_day = [{str(row) for row in choice.rows(H200)} for choice in choices]
+    choices = [checking.Choice(part=part) for part in range(20, 20 + checking.PARTS)]
+    of_part = [{str(row) for row in choice.rows(H200)} for choice in choices]
     every = {str(row) for row in found}
-    assert set.union(*of_day) == every and all(day < every for day in of_day)
-    assert all("forward 128 bfloat16 causal" in day for day in of_day)
+    assert set.union(*of_part) == every and all(part < every for part in of_part)
+    assert all("forward 128 bfloat16 causal" in part for part in of_part)
 
 
 @pytest.mark.compile
