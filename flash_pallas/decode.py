@@ -117,8 +117,8 @@ def flash_decode(
             of new token t sees new token u, which is key kv_lengths - T + u, only where
             draft_mask[b, t, u]. In a tree these are t and its ancestors. Keys before the new tokens
             are visible as ever. A window and ALiBi take a draft to be at position kv_lengths - T +
-            depth, where depth is the number of new tokens that it sees besides itself; rotate its
-            query and key by the same. `q_offset` must be None.
+            depth, where depth is the number of other new tokens that it sees, whether or not it
+            sees itself; rotate its query and key by the same. `q_offset` must be None.
         k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per
             head [K], or per sequence and head [B, K], or with `page_table` per page and head
             [P, K]; None is 1. `append_kv` divides by the same numbers.

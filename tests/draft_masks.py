@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-KINDS = ("trees", "any", "chain")
+KINDS = ("trees", "any", "others", "chain")
 
 
 def ancestors(parents) -> np.ndarray:
@@ -17,7 +17,10 @@ def ancestors(parents) -> np.ndarray:
 
 
 def drawn(rng: np.random.Generator, kind: str, batch: int, tokens: int) -> np.ndarray:
-    """Draws bool[batch, tokens, tokens]; the first query of "any" sees no draft."""
+    """Draws bool[batch, tokens, tokens]; the first query of "any" sees no draft.
+
+    Diagonals are True in "trees" and "chain", False in "others" and mixed in "any".
+    """
     if kind == "chain":
         return np.tile(np.tri(tokens, dtype=bool), (batch, 1, 1))
     if kind == "any":
@@ -26,7 +29,8 @@ def drawn(rng: np.random.Generator, kind: str, batch: int, tokens: int) -> np.nd
         return mask
     # Roots are rare, and parents near, so that some branches are deep.
     parents = [[max(-1, t - int(rng.geometric(0.4))) for t in range(tokens)] for _ in range(batch)]
-    return np.stack([ancestors(each) for each in parents])
+    trees = np.stack([ancestors(each) for each in parents])
+    return trees & ~np.eye(tokens, dtype=bool) if kind == "others" else trees
 
 
 def seen(mask: np.ndarray, lengths, keys: int, window=None):
@@ -49,7 +53,7 @@ def seen(mask: np.ndarray, lengths, keys: int, window=None):
     for b, length in enumerate(lengths):
         first = int(length) - tokens
         for t in range(tokens):
-            of_queries[b, t] = first + max(int(mask[b, t].sum()) - 1, 0)
+            of_queries[b, t] = first + sum(bool(mask[b, t, u]) for u in range(tokens) if u != t)
             if first + t >= 0:
                 of_keys[b, first + t] = of_queries[b, t]
         for t in range(tokens):

@@ -554,6 +554,8 @@ SHARED_AND_HOPPER = (
              _DRAFTS + "bounds_blocks_and_bits_together_are_the_mask[None-3-any]"),
     Mutation("drafts, window", "core/drafts.py", "distance <= ", "distance < ",
              _DRAFTS + "bounds_blocks_and_bits_together_are_the_mask[None-3-trees]"),
+    Mutation("drafts, others", "core/drafts.py", "jnp.sum(mask & others, ", "jnp.sum(mask, ",
+             _DRAFTS + "a_draft_need_not_see_itself"),
     Mutation("drafts, words", "core/drafts.py", "bits << places", "bits << places % 16",
              _DRAFTS + "words_have_a_bit_for_each_draft[33]"),
     Mutation("drafts, bits", "backends/gpu/draft_bits.py",

@@ -52,7 +52,7 @@ def drawn(seed: int) -> Step:
         windows=some(80) if seed % 4 == 2 else None,
         softcap=one(None, 3.0),
         sides=tuple(name for name in ("sinks", "slopes") if rng.integers(2)),
-        drafts=draft_masks.KINDS[seed // 2 % 2],
+        drafts=draft_masks.KINDS[seed // 4],  # each with every kind of window
     )
 
 
@@ -97,6 +97,29 @@ def test_a_branch_is_a_sequence(name):
         own = (np.take_along_axis(np.asarray(x), place, axis=1) for x in (k, v))
         right = attend(q[:, path], *own, kv_lengths=first[:, 0] + len(path))
         np.testing.assert_allclose(found[:, path], right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("diagonal", [0, np.arange(TOKENS) % 2], ids=["none", "some"])
+def test_a_draft_need_not_see_itself(diagonal):
+    """Compares with dense attention, where depths are the numbers of others that a draft sees."""
+    q, k, v, lengths = arrays()
+    mask = TREE.copy()
+    np.fill_diagonal(mask, diagonal)
+    slopes = jnp.full(4, 0.3)
+    found = fp.flash_decode(
+        q, k, v, kv_lengths=lengths, draft_mask=mask, window=2, alibi_slopes=slopes
+    )
+    depth = np.array([0, 1, 1, 2, 2, 2, 3])
+    place = np.arange(LENGTH)[None] - (np.asarray(lengths)[:, None] - TOKENS)
+    draft = np.clip(place, 0, TOKENS - 1)
+    from_first = np.where(place < 0, place, depth[draft])  # the position of each key
+    ahead = depth[None, :, None] - from_first[:, None]
+    shown = (place < 0)[:, None] | np.moveaxis(mask[:, draft], 0, 1)
+    shown &= (place < TOKENS)[:, None] & (ahead <= 2)
+    bias = jnp.asarray(np.where(shown, -0.3 * np.abs(ahead), -1e30)[:, None], jnp.float32)
+    right = jax.nn.dot_product_attention(q, k, v, bias)
+    right = np.where(shown.any(-1)[..., None, None], right, 0.0)
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 
 def test_64_causal_tokens():
@@ -180,7 +203,7 @@ def test_words_have_a_bit_for_each_draft(tokens):
     np.testing.assert_array_equal(bits.swapaxes(1, 2) == 1, mask)
 
 
-@pytest.mark.parametrize("kind", ["trees", "any"])
+@pytest.mark.parametrize("kind", ["trees", "any", "others"])
 @pytest.mark.parametrize("left", [None, 0, 3, 40])
 @pytest.mark.parametrize("start", [None, 37, 100])
 def test_bounds_blocks_and_bits_together_are_the_mask(left, start, kind):

@@ -1,7 +1,8 @@
 """Drafts: new tokens of which each sees those that a mask names, as in a tree of proposals.
 
 Drafts follow each other in the cache whatever their places in the tree are. The depth of one, the
-number of its ancestors, says where it would stand in the sequence: siblings have one position.
+number of other drafts that it sees, says where it would stand in the sequence: in a tree these are
+its ancestors, and siblings have one position.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ WORD_BITS = 32
 
 
 def depths(mask):
-    """Returns int32[B, T], the drafts that each draft sees besides itself, from bool[B, T, T]."""
-    return jnp.maximum(jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1, 0)
+    """Returns int32[B, T], the number of other drafts that each draft sees, from bool[B, T, T].
+
+    Whether a draft sees itself changes nothing.
+    """
+    others = ~jnp.eye(mask.shape[-1], dtype=bool)[None]
+    return jnp.sum(mask & others, axis=-1, dtype=jnp.int32)
 
 
 def in_window(mask, left):
