@@ -131,7 +131,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.shared, self.device, self.active = Memory(SHARED), Memory(GLOBAL), [True]
-        self.pending: list = []
+        self.pending: dict[int, np.ndarray] = {}  # copies in flight, by address
         self.arith = types.SimpleNamespace(
             addi=np.add, addf=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
             remui=np.remainder, andi=np.logical_and, select=np.where, minsi=np.minimum,
@@ -242,13 +242,16 @@ class Machine:
         for t in self._threads():
             data = np.zeros(16, np.uint8)
             data[: size[t]] = self.device.read(of[t] + offsets[1], 16)[: size[t]] if size[t] else 0
-            self.pending.append((to[t] + offsets[0], data.copy()))
+            place = int(to[t] + offsets[0])
+            # Which of two copies arrives last is open, so one of them is wrong.
+            assert place not in self.pending, f"two copies write the 16 bytes at {place:#x}"
+            self.pending[place] = data.copy()
 
     def _commit(self, code, operands, offsets):
         return None
 
     def _arrive(self, code, operands, offsets):
-        for address, data in self.pending:
+        for address, data in self.pending.items():
             self.shared.write(address, data)
         self.pending.clear()
 

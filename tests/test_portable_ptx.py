@@ -82,18 +82,37 @@ def test_copies_begin_at_a_start(machine, columns, start):
     np.testing.assert_array_equal(found[:, :columns], expected)
 
 
+# A tile's columns, and those of its array: every width of a tile, as one that was never tried is one
+# that does not work.
+WIDTHS = [(columns, columns - 8 * (columns % 32 == 0)) for columns in range(16, 577, 16)]
+
+
+@pytest.mark.parametrize(("columns", "held"), [*WIDTHS, (288, 288), (512, 512), (576, 576)])
 @pytest.mark.parametrize("first", [0, 64])
-def test_copies_of_rows_of_two_axes(machine, first):
+def test_copies_of_rows_of_two_axes(machine, first, columns, held):
     """Copies tiles whose row r is [r // 4, r % 4]: the queries and heads of decoding."""
-    source = draw(0, 30, 8, 64)
-    found, ref = tile(machine, 64, 64)
+    source = draw(0, 30, 8, held)
+    found, ref = tile(machine, 64, columns)
     group = machine.array(source, lambda x: x[:, 4:8])
     smem_tiles._start_body(False, None, group, ref, np.int64(first), np.int64(100))
     smem_tiles._wait_body(0, None)
-    expected = np.zeros((64, 64), BFLOAT16)
-    rows = source[:, 4:8].reshape(-1, 64)[first : min(first + 64, 100)]
-    expected[: len(rows)] = rows
-    np.testing.assert_array_equal(found[:, :64], expected)
+    expected = np.zeros((64, columns), BFLOAT16)
+    rows = source[:, 4:8].reshape(-1, held)[first : min(first + 64, 100)]
+    expected[: len(rows), :held] = rows
+    np.testing.assert_array_equal(found[:, :columns], expected)
+
+
+@pytest.mark.parametrize(("columns", "held"), WIDTHS)
+def test_copies_of_every_width(machine, columns, held):
+    """Copies rows of one head: K and V of decoding, and all tiles of attention."""
+    source = draw(0, 40, 2, held)
+    found, ref = tile(machine, 32, columns)
+    of_head = machine.array(source, lambda x: x[:, 1])
+    smem_tiles._start_body(True, None, of_head, ref, np.int64(16), np.int64(37))
+    smem_tiles._wait_body(0, None)
+    expected = np.zeros((32, columns), BFLOAT16)
+    expected[:21, :held] = source[16:37, 1]
+    np.testing.assert_array_equal(found[:, :columns], expected)
 
 
 @pytest.mark.parametrize("rows", [64, 128])
@@ -374,17 +393,18 @@ def test_every_number_of_eight_bits_is_widened(machine, monkeypatch, dtype, raw,
     np.testing.assert_array_equal(np.signbit(found[:, :columns]), np.signbit(expected))
 
 
+@pytest.mark.parametrize("columns", range(32, 577, 32))
 @pytest.mark.parametrize(("first", "limit", "start"), [(32, 70, 40), (160, 200, 0), (192, 0, 0)])
-def test_copies_of_eight_bits(machine, first, limit, start):
-    source = np.random.default_rng(0).integers(-128, 128, (200, 3, 48)).astype(np.int8)
-    found = np.full((64, 64 + 16), 99, np.int8)
+def test_copies_of_eight_bits(machine, columns, first, limit, start):
+    source = np.random.default_rng(0).integers(-128, 128, (200, 3, columns - 16)).astype(np.int8)
+    found = np.full((16, columns + 16), 99, np.int8)
     ref, of_head = machine.array(found, shared=True), machine.array(source, lambda x: x[:, 1])
     smem_tiles._start_body(True, None, of_head, ref, *map(np.int64, (first, limit, start)))
     smem_tiles._wait_body(0, None)
-    expected = np.zeros((64, 64), np.int8)
-    for row in range(max(first, start), min(limit, first + 64)):
-        expected[row - first, :48] = source[row, 1]
-    np.testing.assert_array_equal(found[:, :64], expected)
+    expected = np.zeros((16, columns), np.int8)
+    for row in range(max(first, start), min(limit, first + 16)):
+        expected[row - first, : columns - 16] = source[row, 1]
+    np.testing.assert_array_equal(found[:, :columns], expected)
 
 
 def test_layouts_agree():

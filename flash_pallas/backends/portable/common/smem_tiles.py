@@ -389,14 +389,15 @@ class _Units:
         self.size = mgpu.utils.bitwidth(array.type.element_type) // 8
         self.elements = UNIT // self.size
         self.per_row = (self.pitch - self.elements) // self.elements
-        # Of rows longer than 256 columns a thread has units below each other, or none. With an
-        # address of its own for each unit dK of 448 columns spilled 80 to 500 bytes.
-        self.wide = self.per_row > WIDEST_ALONE // UNIT_ELEMENTS
-        self.slots = 1 << (self.per_row - 1).bit_length() if self.wide else self.per_row
         *_, self.inner, self.columns = array.type.shape
         (*strides, unit), _ = array.type.get_strides_and_offset()
         assert unit == 1, "rows must be contiguous"
         self.row_bytes = [self.size * stride for stride in strides]
+        # Of rows longer than 256 columns a thread has units below each other, or none. With an
+        # address of its own for each unit dK of 448 columns spilled 80 to 500 bytes. Rows of two
+        # axes have such addresses all the same, so there every thread has units.
+        self.wide = self.per_row > WIDEST_ALONE // UNIT_ELEMENTS and len(strides) == 1
+        self.slots = 1 << (self.per_row - 1).bit_length() if self.wide else self.per_row
         i64 = ir.IntegerType.get_signless(64)
         self.array = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(array))
         self.tile = shared_address(tile)
