@@ -24,6 +24,9 @@ PORTABLE = (
              "lax.bitwise_and(jnp.int32(n), jnp.int32(1)) if self.slots == 2 else 0", "0",
              "test_portable_interpreted.py::test_other_tiles_of_the_fused_backward"
              "[d64_ragged-{'rows': 64, 'columns': 64, 'slots': 2}]"),
+    Mutation("portable, copies", "backends/portable/common/smem_tiles.py",
+             "UNIT_ELEMENTS and len(strides) == 1", "UNIT_ELEMENTS",
+             "test_portable_ptx.py::test_copies_of_rows_of_two_axes[0-576-576]"),
     Mutation("portable, copies", "backends/portable/forward/kernel.py",
              'stream.wait(n, "v", bit=bit, pending=1 if self.early else 0)',
              "stream.copies.arrived(bit=bit)",
