@@ -82,8 +82,7 @@ def test_copies_begin_at_a_start(machine, columns, start):
     np.testing.assert_array_equal(found[:, :columns], expected)
 
 
-# A tile's columns, and those of its array: every width of a tile, as one that was never tried is one
-# that does not work.
+# Columns of a tile and of its array. All widths are tried: only some of those above 256 were wrong.
 WIDTHS = [(columns, columns - 8 * (columns % 32 == 0)) for columns in range(16, 577, 16)]
 
 
