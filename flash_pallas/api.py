@@ -135,9 +135,9 @@ def flash_attention(
             Everything else that hides keys does so besides. The i and j of a mask_mod that it was
             made from count from 0, so with one q_offset and positions must be left out.
         empty_rows: what a query that sees no key returns: "zero", or "mean", the mean of all S
-            values, hidden ones and padding included, as in jax.nn and keras. Its log-sum-exp is
-            -inf in any case. Queries that are padding return zeros. With `sinks` a query sees its
-            sink, and returns zeros.
+            values, hidden ones and padding included, as in jax.nn and keras; a NaN or infinity in
+            padding counts as 0. Its log-sum-exp is -inf in any case. Queries that are padding
+            return zeros. With `sinks` a query sees its sink, and returns zeros.
         deterministic: gradients must be bit-identical from run to run, at some cost in speed.
         precision: precision of float32 matmuls, a name or a jax.lax.Precision. "highest" is full
             float32, which hopper refuses. "high", which None means, is three matmuls of bfloat16

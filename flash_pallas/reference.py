@@ -55,7 +55,8 @@ def attention(
     """
     m = Modifiers(**arguments)
     dtype, exact = q.dtype, jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    mean = v.astype(exact).mean(axis=1, keepdims=True)
+    mean = jnp.where(jnp.isfinite(v), v, m.cleared_keys(v)).astype(exact)
+    mean = mean.mean(axis=1, keepdims=True)
     mean = jnp.repeat(mean, q.shape[2] // v.shape[2], axis=2)
     q = m.cleared_queries(q.astype(exact))
     k, v = (m.cleared_keys(x.astype(exact)) for x in (k, v))

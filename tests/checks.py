@@ -131,6 +131,7 @@ def plain(q, k, v, *, max_logit=False, **arguments):
     o = dot("bkgts,bskh->btkgh", p, v)
     o = o.astype(v.dtype).reshape(batch, q_len, q_heads, v.shape[-1])
     if m.empty_rows == "mean" and m.sinks is None:
+        values = jnp.where(jnp.isfinite(values), values, m.cleared_keys(values))
         mean = values.astype(jnp.float32).mean(1, keepdims=True).astype(o.dtype)
         mean = jnp.repeat(mean, q_heads // kv_heads, axis=2)
         o = jnp.where((lse == -jnp.inf).swapaxes(1, 2)[..., None], mean, o)

@@ -67,8 +67,6 @@ def random_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
         "integers": draw.one_of(INTEGERS),
         "empty_rows": draw.one_of(("zero", "zero", "mean")),
     }
-    if fields["empty_rows"] == "mean":
-        fields["poison"] = False  # the mean is that of all values
     if draw.chance(0.33):
         fields |= {"dropout_rate": draw.one_of((0.1, 0.5)), "dropout_seed": draw.between(0, 3)}
         fields |= {"seed_kind": draw.one_of(sorted(SEED_KINDS))}

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
+from flash_pallas.integrations import transformers
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of a few dozen terms of order one
 T, S, N, K = 9, 12, 4, 2
@@ -337,6 +338,34 @@ def test_debug_nans_is_quiet_for_poisoned_padding_and_rows_without_keys(jitted):
     dq, dk, dv, dbias = found[1]
     assert not dq[1].any() and not dq[0, 4:].any() and not dq[0, 2].any()
     assert not dk[0, 7:].any() and not dv[1].any() and not dbias[..., 3].any()
+
+
+MEANS = {
+    "flash_attention": partial(fp.flash_attention, empty_rows="mean"),
+    "any": partial(fp.flash_attention, empty_rows="mean", differentiable="any"),
+    "with_lse": lambda *x, **y: fp.flash_attention_with_lse(*x, empty_rows="mean", **y)[0],
+    "drop-in": lambda *x, kv_lengths: fp.dot_product_attention(
+        *x, key_value_seq_lengths=kv_lengths
+    ),
+    "transformers": lambda q, k, v, **y: transformers._Weights(q, k, y).of(v),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_debug_nans_is_quiet_where_rows_without_keys_are_means(name):
+    """Poisons keys and values past their lengths; one entry has no key at all."""
+    q, k, v = inputs(2)
+    kv_lengths = jnp.array([7, 0], jnp.int32)
+    beyond = (jnp.arange(S)[None] >= kv_lengths[:, None])[..., None, None]
+    loss = lambda q, k, v: jnp.sum(jnp.sin(MEANS[name](q, k, v, kv_lengths=kv_lengths)))
+    gradient = jax.value_and_grad(loss, (0, 1, 2))
+    expected = gradient(q, *(jnp.where(beyond, 0.0, x) for x in (k, v)))
+    poisoned = jnp.where(beyond, jnp.nan, k), jnp.where(beyond, jnp.inf, v).at[0, 9].set(jnp.nan)
+    with jax.debug_nans(True):
+        value, (dq, dk, dv) = gradient(q, *poisoned)
+    # Zeros in padding have a gradient, that of the mean; what is no number has none.
+    right = expected[1][2].at[1].set(0.0)
+    assert_close((value, (dq, dk, dv)), (expected[0], (*expected[1][:2], right)))
 
 
 @pytest.mark.thorough

@@ -37,6 +37,12 @@ def cleared_rows(operands: Operands, x):
     return x if valid is None else jnp.where(valid[:, None], x, lax.full_like(x, 0))
 
 
+def finite(operands: Operands, x):
+    """Returns x [B, S, ...] with 0 in place of padding that is NaN or infinite."""
+    valid = valid_keys(operands)
+    return x if valid is None else jnp.where(jnp.isfinite(x), x, _clear(valid, x))
+
+
 def valid_queries(operands: Operands):
     """Returns bool[B, T]: which queries are not padding; None without lengths and segment ids."""
     return _valid(operands.q, operands.q_lengths, operands.q_segments)

@@ -74,7 +74,8 @@ class Call:
     def with_empty_rows(self, o, lse):
         """Returns o [B, T, N, Hv] with the mean of all values in rows that see no key, if asked to.
 
-        Rows with a sink see that, and padding, by its length or a negative id, stays 0.
+        Rows with a sink see that, and padding, by its length or a negative id, stays 0. Values that
+        are padding count as they are, those that are NaN or infinite as 0.
         """
         operands = self.operands
         if self.empty_rows == "zero" or operands.sinks is not None or not self._may_be_empty:
@@ -82,7 +83,8 @@ class Call:
         empty = (lse == -jnp.inf).swapaxes(1, 2)
         valid = padding.valid_queries(operands)
         empty = empty if valid is None else empty & valid[..., None]
-        values = operands.v.astype(lse.dtype).mean(axis=1, keepdims=True)
+        values = padding.finite(operands, operands.v).astype(lse.dtype)
+        values = values.mean(axis=1, keepdims=True)
         mean = jnp.repeat(values, self.problem.group, axis=2).astype(o.dtype)
         return jnp.where(empty[..., None], mean, o)
 

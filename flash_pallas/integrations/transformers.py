@@ -278,7 +278,9 @@ class _Weights:
     def of(self, v: Any) -> Any:
         """Returns the output [*B, T, N, Hv] for values [*B, S, N, Hv]."""
         dtype = jnp.result_type(self.q, self.k, v)
-        q, k, values = (x.astype(dtype) for x in (self.q, self.k, v))
+        # debug_nans finds the NaN of padding at a conversion, even at one that changes nothing.
+        arrays = self.q, self.k, v
+        q, k, values = (x if x.dtype == dtype else x.astype(dtype) for x in arrays)
         o = flash_attention(q, k, values, empty_rows="mean", **self.options)
         return (o * self.heads).astype(v.dtype)
 
