@@ -368,6 +368,17 @@ def test_debug_nans_is_quiet_where_rows_without_keys_are_means(name):
     assert_close((value, (dq, dk, dv)), (expected[0], (*expected[1][:2], right)))
 
 
+def test_the_gradient_of_a_mean_adds_up_rows_in_float32():
+    """512 rows of bfloat16 return the mean of 4 values; their sum is up to 113 before it."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    q, k, do = draw(1, 512, 2, 16), draw(1, 4, 1, 16), draw(1, 512, 2, 16)
+    call = lambda v: fp.flash_attention(q, k, v, kv_lengths=0, empty_rows="mean", backend="xla")
+    (dv,) = jax.vjp(call, k)[1](do)
+    exact = np.broadcast_to(np.asarray(do, np.float64).sum((1, 2)) / 4.0, (1, 4, 16))
+    np.testing.assert_allclose(np.asarray(dv, np.float64)[:, :, 0], exact, rtol=2.0**-8, atol=2e-3)
+
+
 @pytest.mark.thorough
 def test_x64_widens_nothing():
     with jax.enable_x64(True):

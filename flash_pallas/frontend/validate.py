@@ -85,7 +85,9 @@ class Call:
         empty = empty if valid is None else empty & valid[..., None]
         values = padding.finite(operands, operands.v).astype(lse.dtype)
         values = values.mean(axis=1, keepdims=True)
-        mean = jnp.repeat(values, self.problem.group, axis=2).astype(o.dtype)
+        mean = jnp.repeat(values, self.problem.group, axis=2)
+        # Of all rows before the cast: the transpose would sum cotangents of rows in o's dtype.
+        mean = jnp.broadcast_to(mean, o.shape).astype(o.dtype)
         return jnp.where(empty[..., None], mean, o)
 
     @property
