@@ -29,7 +29,7 @@ help:
 	@echo "make test-gpu       the tests that need a Hopper GPU; with PASSED=FILE but for those that the"
 	@echo "                    file names, to which it adds those that pass"
 	@echo "make test-gpus      the tests that need two or four of them"
-	@echo "make fuzz-gpu       random calls against the oracle: COUNT=500 SEED=1"
+	@echo "make fuzz-gpu       random calls of every function against float64: COUNT=1500 SEED=1"
 	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
 	@echo "make docs           the site, in build/site; with Chromium installed, a look at every page"
@@ -126,7 +126,7 @@ test-gpus:
 
 fuzz-gpu:
 	@$(SETUP) dev cuda13
-	$(GPU_ENV) $(PY) -m tests.gpu_fuzz --count $(COUNT) $(if $(SEED),--seed $(SEED))
+	$(GPU_ENV) $(PY) -m tests.gpu_fuzz --count $(COUNT) $(if $(SEED),--seed $(SEED)) --json benchmarks/results/gpu_fuzz.json
 
 sanitize-gpu:
 	@$(SETUP) dev cuda13 sanitizer

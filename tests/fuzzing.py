@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import dataclasses
 import datetime
-import functools
-import itertools
 import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,11 @@ from . import digest, gpus
 
 # Whose compiled programs a process keeps: it grows by 100 MB a minute else.
 CALLS_HELD = 8
+# Between two writings of the summary.
+SECONDS_BETWEEN = 10.0
 
 
-def parser(program: str, about: str | None, workers: int) -> argparse.ArgumentParser:
+def parser(program: str, about: str | None, processes: int) -> argparse.ArgumentParser:
     """Builds a parser with the arguments that every target has."""
     found = argparse.ArgumentParser(prog=f"python -m tests.{program}", description=about)
     found.add_argument("--seed", type=int, default=digest.seed(), help="default: that of digest.py")
@@ -34,69 +35,138 @@ def parser(program: str, about: str | None, workers: int) -> argparse.ArgumentPa
     found.add_argument(
         "--minutes", type=float, default=math.inf, help="then no further call begins"
     )
-    found.add_argument("--workers", type=int, default=workers, help="processes")
+    found.add_argument("--processes", type=int, default=processes)
+    found.add_argument("--limit", type=float, default=180.0, help="seconds of one call")
     found.add_argument("--json", type=Path, help="write a summary to this file")
     return found
+
+
+@dataclasses.dataclass
+class _Worker:
+    """A process, the end of its pipe here, and the call that it has had since a time."""
+
+    process: Any
+    pipe: Any
+    number: int | None = None
+    since: float = 0.0
+
+    def give(self, number: int) -> None:
+        """Lets it run this call."""
+        self.number, self.since = number, time.monotonic()
+        self.pipe.send(number)
+
+    def end(self) -> None:
+        """Ends it, whatever it does."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
 def run(
     calls: Callable[[int], list],
     arguments: argparse.Namespace,
     summary: Callable[[list], dict[str, Any]],
+    late: Callable[[int, str], list] | None = None,
 ) -> dict[str, Any]:
     """Runs the calls in several processes, on all GPUs of the machine.
 
-    The summary is written after every call, so that a run that is cut off has one of the calls
-    before.
+    The summary is written every few seconds, so that a run that is cut off has one. A process is
+    replaced where a call takes longer than its limit, ends it, or has outcomes that are `broken`.
 
     Args:
         calls: number of a call -> its outcomes.
         arguments: those of `parser`.
         summary: outcomes of all calls so far, in the order of their numbers -> figures.
+        late: (number of a call, why its process ended) -> its outcomes; None raises.
 
     Returns:
         The figures of all calls for which there was time, with the count of these calls and where
         they come from.
     """
-    last = arguments.first + arguments.count
-    each = functools.partial(_in_time, calls, time.time() + 60.0 * arguments.minutes)
-    apart = multiprocessing.get_context("spawn")
-    source = _provenance(arguments)
-    outcomes: list = []
-    found: dict[str, Any] = {}
-    with concurrent.futures.ProcessPoolExecutor(
-        arguments.workers, apart, _take_gpu, (apart.Value("i", 0),)
-    ) as pool:
-        done = (x for x in pool.map(each, range(arguments.first, last)) if x is not None)
-        for calls_done, one in enumerate(done, 1):
-            outcomes += one
-            found = summary(outcomes) | {"calls": calls_done} | source
+    numbers = iter(range(arguments.first, arguments.first + arguments.count))
+    until = time.monotonic() + 60.0 * arguments.minutes
+    source, outcomes = _provenance(arguments), {}
+    count = min(arguments.processes, arguments.count)
+    workers = [_started(calls, n) for n in range(count)]
+    for worker in workers:  # which import side by side
+        worker.pipe.recv()
+    written, found = 0.0, {}
+    while workers:
+        workers = [x for x in workers if _busy(x, numbers, until)]
+        ready = connection.wait([x.pipe for x in workers], timeout=1.0) if workers else []
+        for n, worker in enumerate(workers):
+            answer, why = _answer(worker, worker.pipe in ready, arguments.limit)
+            if why:
+                if late is None:
+                    raise RuntimeError(f"call {worker.number}: {why}")
+                answer = late(worker.number, why)
+            if answer is None:
+                continue
+            outcomes[worker.number] = answer
+            worker.number = None
+            if why or any(getattr(x, "broken", False) for x in answer):
+                worker.end()
+                workers[n] = _started(calls, n)
+                workers[n].pipe.recv()
+        if time.monotonic() - written > SECONDS_BETWEEN or not workers:
+            in_order = [x for number in sorted(outcomes) for x in outcomes[number]]
+            found = summary(in_order) | {"calls": len(outcomes)} | source
+            written = time.monotonic()
             if arguments.json:
                 arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     return found
 
 
-def _take_gpu(workers) -> None:
-    with workers.get_lock():
-        workers.value += 1
-        gpus.take(workers.value)
+def _busy(worker: _Worker, numbers: Iterator[int], until: float) -> bool:
+    """Gives the next call to a worker without one; ends it and returns False if there is none."""
+    if worker.number is None:
+        number = next(numbers, None) if time.monotonic() < until else None
+        if number is None:
+            worker.end()
+            return False
+        worker.give(number)
+    return True
 
 
-_done = itertools.count(1)  # calls of this process
+def _answer(worker: _Worker, ready: bool, limit: float) -> tuple[list | None, str]:
+    """Returns (outcomes or None, why the process is to be replaced or "")."""
+    if ready:
+        try:
+            return worker.pipe.recv(), ""
+        except EOFError:
+            return None, "the process ended"
+    if time.monotonic() - worker.since > limit:
+        return None, f"not done in {limit:.0f} seconds"
+    return None, ""
 
 
-def _in_time(calls: Callable[[int], list], until: float, number: int) -> list | None:
-    """Runs one call; returns None after the time `until`."""
-    if time.time() >= until:
-        return None
-    found = calls(number)
-    if next(_done) % CALLS_HELD == 0:
-        jax.clear_caches()
-    return found
+def _started(calls: Callable[[int], list], number: int) -> _Worker:
+    apart = multiprocessing.get_context("spawn")
+    here, there = apart.Pipe()
+    process = apart.Process(target=_work, args=(calls, there, number), daemon=True)
+    process.start()
+    there.close()
+    return _Worker(process, here)
+
+
+def _work(calls: Callable[[int], list], pipe, number: int) -> None:
+    gpus.take(number)
+    pipe.send("ready")
+    done = 0
+    while True:
+        try:
+            found = calls(pipe.recv())
+        except EOFError:
+            return
+        pipe.send(found)
+        done += 1
+        if done % CALLS_HELD == 0:
+            jax.clear_caches()
 
 
 def _provenance(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns seed and first number of a run's calls, and its jax version, commit and day."""
+    """Returns seed and first number of a run's calls, and its versions, commit and day."""
     numbers = {"seed": arguments.seed, "first": arguments.first}
     today = datetime.date.today().isoformat()
-    return numbers | {"jax": jax.__version__, "commit": results.commit(), "date": today}
+    versions = {"jax": jax.__version__, "versions": results.versions()}
+    return numbers | versions | {"commit": results.commit(), "date": today}

@@ -1,14 +1,18 @@
-"""Random calls with values, on the kernels of a GPU, by the one numerical check.
+"""Random calls of every public function, with values, on the kernels of a GPU.
 
-    python -m tests.gpu_fuzz --count 500 --seed 1
+    python -m tests.gpu_fuzz --count 1500 --seed 1 --json benchmarks/results/gpu_fuzz.json
 
-Every call runs on the hopper and on the portable kernels, where they take it; one in eight decodes
-instead, one in ten is packed documents. `--backend xla` tries the same calls where there is no GPU.
+What is right comes from dense_reference.py in float64, which shares nothing with the package, and
+how far a result may be from it, from rounding_bounds.py. Calls take turns on the backends, a
+quarter of them with jax_enable_x64; portable calls also take turns with the tiles of GPUs that
+have 163 and 99 KB of shared memory. `--backend xla` runs the draws where there is no GPU. A wrong
+call is repeated by `--first NUMBER --count 1` and the same seed and backends.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -17,161 +21,198 @@ import sys
 import time
 import traceback
 from typing import Any
+from unittest import mock
 
 import jax
+import numpy as np
 
 import flash_pallas as fp
+from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.frontend import dispatch
 
-from . import checks, draft_masks, fuzzing, hopper_decode_cases
-from .hopper_decode_cases import Step
+from . import fuzz_attention, fuzz_serving, fuzzing, kernel_digest, rounding_bounds
+from .fuzz_attention import Call
 from .random_calls import Draw
-from .random_cases import Sizes, packed, random_case, random_packed_case
 
-# What the kernels run natively, what is filled up with zeros, and both at once.
-HEAD_DIMS = (8, 16, 24, 32, 40, 64, 64, 72, 96, 128, 128, 128, 160, 192, 256, 320, 512)
-WIDEST_FLOAT32 = 128
-SIZES = Sizes(
-    length=700,
-    batch=3,
-    kv_heads=3,
-    group=4,
-    head_dims=HEAD_DIMS,
-    v_head_dims=(None, None, None, 16, 64, 128),
-    dtypes=("bfloat16", "bfloat16", "float16", "float32"),
+# GPUs whose tiles the portable kernels take turns with: that at hand, those of 163 and of 99 KB.
+TILES = (None, None, ("8.0", 108), ("8.9", 142))
+# Of 100 calls.
+SHARES = (
+    (fuzz_attention.attention, 50),
+    (fuzz_attention.varlen, 12),
+    (fuzz_serving.decode, 23),
+    (fuzz_serving.ragged, 9),
+    (fuzz_serving.caches, 6),
 )
+X64 = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of one call on one backend: "right", "refused" or "wrong", and why."""
+    """Result of one call.
+
+    Attributes:
+        number: of the call.
+        backend: that it ran on.
+        tiles: compute capability whose tiles it had, where not that of the GPU at hand.
+        function: name of the public function.
+        x64: whether jax_enable_x64 was set.
+        kind: "right", "refused" or "wrong".
+        call: what was drawn.
+        why: the refusal, or what is wrong.
+        errors: largest error of each result, in what is allowed.
+        broken: whether the process may not go on.
+    """
 
     number: int
     backend: str
-    kind: str
-    call: str
+    tiles: str | None
+    function: str
+    x64: bool
+    kind: str = "right"
+    call: str = ""
     why: str = ""
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    broken: bool = False
 
 
-def one_call(seed: int, number: int, backends: tuple[str, ...]) -> list[Outcome]:
-    """Runs the call of this number on each of these backends."""
+def backend_of(number: int, backends: tuple[str, ...]) -> str:
+    """Returns the backend of a call: they take turns."""
+    return backends[number % len(backends)]
+
+
+def drawn(seed: int, number: int, backend: str) -> Call:
+    """Draws the call of this number."""
     draw = Draw(seed, number)
-    if draw.chance(0.125):
-        step = random_step(draw)
-        return [_outcome(number, name, repr(step), decodes, step) for name in backends]
-    make, check = random_case, _attends
-    if draw.chance(0.11):
-        make, check = random_packed_case, _attends_to_documents
-    case = make(draw, SIZES)
-    if case.dtype == "float32" and max(case.H, case.v_head_dim) > WIDEST_FLOAT32:
-        case = dataclasses.replace(case, dtype="bfloat16")
-    return [_outcome(number, name, repr(case), check, case) for name in backends]
+    x64 = draw.chance(X64)
+    kinds = [make for make, share in SHARES for _ in range(share)]
+    return draw.one_of(kinds)(draw, backend, x64=x64)
 
 
-def _outcome(number: int, backend: str, call: str, check, what) -> Outcome:
-    try:
-        reason = check(backend, what)
-    except Exception:  # a wrong result or an error: the call has failed, and the rest goes on
-        return Outcome(number, backend, "wrong", call, traceback.format_exc(limit=-3))
-    return Outcome(number, backend, "refused" if reason else "right", call, reason or "")
-
-
-def _attends(backend: str, case) -> str | None:
-    found = dispatch.BACKENDS[backend]
-    if reason := found.unsupported(case.problem):
-        return reason
-    checks.assert_matches_oracle(checks.bind(found), case, kernels=backend != "xla")
-    return None
-
-
-def _attends_to_documents(backend: str, case) -> str | None:
-    call = packed(functools.partial(fp.flash_attention_varlen, backend=backend))
-    try:
-        checks.assert_matches_oracle(call, case, kernels=backend != "xla")
-    except fp.UnsupportedByBackend as error:
-        return str(error)
-    return None
-
-
-def decodes(backend: str, step: Step) -> str | None:
-    """Checks one call of flash_decode; returns why the backend does not take it, or None."""
-    given, whole = step.operands()
-    options: dict[str, Any] = {"softcap": step.softcap, "num_splits": step.num_splits}
-    if step.scaled == "heads":  # as users have them: one per head
-        one = lambda scale: None if scale is None else scale[0]
-        given = given._replace(k_scale=one(given.k_scale), v_scale=one(given.v_scale))
-    if step.shared:
-        options["v_head_dim"] = step.Hv
-    arrays = given._asdict()
-    window, prefix = arrays.pop("window_left"), arrays.pop("prefix_lengths")
-    assert prefix is None  # no `Step` has shared prefixes
-    options["window"] = step.window if window is None else (window, None)
-    try:
-        found = fp.flash_decode(**arrays, **options, backend=backend, return_lse=True)
-    except fp.UnsupportedByBackend as error:
-        return str(error)
-    hopper_decode_cases.assert_matches_oracle(step, whole, found)
-    return None
-
-
-_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 128, 256, 304, 512, 576)  # of 16-bit caches
-
-
-def random_step(draw: Draw) -> Step:
-    """Draws a call of flash_decode."""
-    kv_heads, queries = draw.between(1, 3), draw.one_of((1, 1, 1, 2, 4, 16))
-    page_size = draw.one_of((None, None, 16, 48, 64, 128))
-    room = (page_size or 8) * draw.between(1, 9) * (1 if page_size else 8)
-    cache = draw.one_of((None, None, None, "int8", "float8_e4m3fn"))
-    head_dim = draw.one_of((64, 128, 256) if cache else _HEAD_DIMS)
-    batch = draw.between(1, 4)
-    numbers = lambda most: tuple(draw.between(0, most) for _ in range(batch))
-    step = Step(
-        "drawn",
-        lengths=numbers(room),
-        T=queries,
-        N=kv_heads * draw.one_of((1, 2, 3, 4, 8)),
-        K=kv_heads,
-        H=head_dim,
-        Hv=min(head_dim, 512) if draw.chance(0.8) else 64,
-        S=room,
-        dtype=draw.one_of(("bfloat16", "float16")),
-        page_size=page_size,
-        num_splits=draw.one_of((1, 2, 3, 7)),
-        window=draw.one_of((None, None, 0, 70)),
-        starts=numbers(room) if draw.chance(0.3) else None,
-        windows=numbers(room) if draw.chance(0.2) else None,
-        softcap=draw.one_of((None, None, 3.0)),
-        sides=tuple(name for name in ("slopes", "sinks") if draw.chance(0.3)),
-        cache=cache,
-        scaled=draw.one_of(("", "heads", "rows")) if cache else "",
-    )
-    step = dataclasses.replace(step, shared=step.Hv <= step.H and draw.chance(0.2))
-    if not draw.chance(0.25):
-        return step
-    tokens, sides = draw.one_of((4, 16, 40, 64)), tuple(s for s in step.sides if s != "slopes")
-    return dataclasses.replace(step, T=tokens, sides=sides, drafts=draw.one_of(draft_masks.KINDS))
+@contextlib.contextmanager
+def tiles_of(gpu: tuple[str, int] | None):
+    """Makes portable kernels take the tiles of a GPU of this capability and number of SMs."""
+    if gpu is None:
+        yield
+        return
+    there = PortableBackend(capability=gpu[0], num_sms=gpu[1])
+    dispatch.forget_tiles()
+    with mock.patch.object(dispatch, "BACKENDS", {**dispatch.BACKENDS, "portable": there}):
+        yield
+    dispatch.forget_tiles()
 
 
 def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:
-    """Runs a call on each of these backends; prints wrong results at once."""
-    found = one_call(seed, number, backends)
-    for each in found:
-        if each.kind == "wrong":
-            print(f"WRONG seed {seed} call {number} on {each.backend}: {each.call}", flush=True)
-            print(each.why, flush=True)
-    return found
+    """Runs a call; prints a wrong result at once."""
+    backend = backend_of(number, backends)
+    gpu = TILES[number // len(backends) % len(TILES)] if backend == "portable" else None
+    found = Outcome(number, backend, gpu and gpu[0], "not drawn", x64=False)
+    try:
+        call = drawn(seed, number, backend)
+        found = dataclasses.replace(found, function=call.function, x64=call.x64, call=call.text)
+        errors, wrong = compared(call, backend, gpu)
+        kind = "wrong" if wrong else "right"
+        found = dataclasses.replace(found, kind=kind, why="; ".join(wrong), errors=errors)
+    except fp.UnsupportedByBackend as error:
+        found = dataclasses.replace(found, kind="refused", why=str(error))
+    except Exception as error:  # whatever it is: the call has failed, and the rest goes on
+        why, broken = traceback.format_exc(limit=-4), isinstance(error, jax.errors.JaxRuntimeError)
+        found = dataclasses.replace(found, kind="wrong", why=why, broken=broken)
+    if found.kind == "wrong":
+        print(f"WRONG seed {seed} call {number} on {backend}: {found.call}", flush=True)
+        print(found.why, flush=True)
+    return [found]
 
 
-def summary(started: float, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Returns the figures of a run: device, counts of outcomes, wrong calls, seconds."""
-    counts = collections.Counter(f"{each.backend} {each.kind}" for each in outcomes)
+def compared(call: Call, backend: str, gpu) -> tuple[dict[str, float], list[str]]:
+    """Runs a call and compares; returns errors in what is allowed, and what is wrong."""
+    with jax.enable_x64(call.x64), tiles_of(gpu):
+        found = jax.jit(call.program(backend))(call.arrays)
+        found = {name: np.asarray(x) for name, x in found.items()}
+    right = call.expected(backend != "xla")
+    if set(found) != set(right):
+        return {}, [f"has {sorted(found)}, not {sorted(right)}"]
+    errors, wrong = {}, []
+    for name, (exact, deviation) in right.items():
+        errors[name], said = difference(found[name], exact, deviation)
+        wrong += [f"{name}: {each}" for each in said]
+    return errors, wrong
+
+
+def difference(found, exact, deviation) -> tuple[float, list[str]]:
+    """Returns the largest error of a result in what is allowed, and what is wrong with it."""
+    found = found.astype(np.float64)
+    if found.shape != exact.shape:
+        return np.inf, [f"has shape {found.shape}, not {exact.shape}"]
+    if not found.size:
+        return 0.0, []
+    with np.errstate(all="ignore"):
+        error = np.abs(found - exact) / deviation
+    error = np.where((found == exact) | np.isinf(deviation), 0.0, error)
+    each = float(np.max(error)) / rounding_bounds.ELEMENT
+    by_row = 0.0  # of scalars and of LSE
+    if error.ndim > 2:
+        by_row = float(np.max(np.sqrt(np.mean(np.square(error), -1)))) / rounding_bounds.ROW
+    worst = max(each, by_row)
+    if worst <= 1.0:  # a NaN is not
+        return round(worst, 3), []
+    place = np.unravel_index(np.argmax(np.where(np.isnan(error), np.inf, error)), error.shape)
+    said = f"{found[place]:.5g} for {exact[place]:.5g} at {[int(n) for n in place]}, "
+    said += f"{np.mean(~(error <= rounding_bounds.ELEMENT)):.2g} of the elements are off; "
+    return worst, [said + f"error {each:.3g}, by rows {by_row:.3g}, of what is allowed"]
+
+
+def late(seed: int, backends: tuple[str, ...], number: int, why: str) -> list[Outcome]:
+    """Returns the outcome of a call whose process was ended."""
+    print(f"WRONG seed {seed} call {number}: {why}", flush=True)
+    backend = backend_of(number, backends)
+    try:
+        call = drawn(seed, number, backend)
+        told = call.function, call.x64, "wrong", call.text
+    except Exception:
+        told = "not drawn", False, "wrong", ""
+    return [Outcome(number, backend, None, *told, why)]
+
+
+def summary(
+    seed: int, backends: tuple[str, ...], started: float, outcomes: list[Outcome]
+) -> dict[str, Any]:
+    """Returns the figures of a run: what ran, counts of outcomes, wrong calls, seconds."""
+    by = lambda key: _counts((key(each), each.kind) for each in outcomes)
+    worst: dict[str, float] = {}
+    for each in outcomes:
+        for name, error in each.errors.items():
+            key = f"{each.backend} {name.rstrip('0123456789')}"
+            worst[key] = max(worst.get(key, 0.0), error)
+    repeat = f"python -m tests.gpu_fuzz --seed {seed} --backend {' '.join(backends)} --count 1"
+    wrong = [
+        {"repeat": f"{repeat} --first {each.number}"}
+        | {name: getattr(each, name) for name in ("number", "backend", "tiles", "x64")}
+        | {"call": each.call, "why": each.why}
+        for each in outcomes
+        if each.kind == "wrong"
+    ]
+    refused = collections.Counter(x.why.split(": ")[-1][:70] for x in outcomes if x.why)
     return {
         "device": jax.devices()[0].device_kind,
-        "outcomes": dict(sorted(counts.items())),
-        "wrong": [dataclasses.asdict(each) for each in outcomes if each.kind == "wrong"],
+        "kernels": kernel_digest.of_sources(),
+        "by backend": by(lambda x: x.backend),
+        "by function": by(lambda x: x.function),
+        "by x64": by(lambda x: "x64" if x.x64 else "x32"),
+        "by tiles": by(lambda x: f"{x.backend} {x.tiles or 'of this GPU'}"),
+        "largest errors, of what is allowed": dict(sorted(worst.items())),
+        "refused": dict(refused.most_common(8)) if refused else {},
+        "wrong": wrong,
         "seconds": round(time.monotonic() - started),
     }
+
+
+def _counts(pairs) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for key, kind in sorted(pairs):
+        found.setdefault(key, {}).setdefault(kind, 0)
+        found[key][kind] += 1
+    return found
 
 
 def main() -> int:
@@ -179,8 +220,14 @@ def main() -> int:
     parser = fuzzing.parser("gpu_fuzz", __doc__, max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
     arguments = parser.parse_args()
-    attempts = functools.partial(attempt, arguments.seed, tuple(arguments.backend))
-    found = fuzzing.run(attempts, arguments, functools.partial(summary, time.monotonic()))
+    # A thread for each process: the reference's products would take all cores from the compilers.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    which = arguments.seed, tuple(arguments.backend)
+    figures = functools.partial(summary, *which, time.monotonic())
+    found = fuzzing.run(
+        functools.partial(attempt, *which), arguments, figures, functools.partial(late, *which)
+    )
     print(json.dumps({k: v for k, v in found.items() if k != "wrong"}, indent=2))
     return 1 if found["wrong"] else 0
 

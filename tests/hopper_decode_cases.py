@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import flash_pallas as fp
 from flash_pallas import reference
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.decode.tiles import (
@@ -577,6 +579,27 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
         blocks = latent.LatentBlocks(num_splits=step.num_splits)
     found = jax.jit(lambda x: backend.decode(step.spec, blocks, x))(given)
     return (found.o, softmax.natural(found.lse_log2)), whole
+
+
+def decodes(backend: str, step: Step) -> str | None:
+    """Checks a step as a call of flash_decode; returns why the backend refuses it, or None."""
+    given, whole = step.operands()
+    options: dict[str, Any] = {"softcap": step.softcap, "num_splits": step.num_splits}
+    if step.scaled == "heads":  # as users have them: one per head
+        one = lambda scale: None if scale is None else scale[0]
+        given = given._replace(k_scale=one(given.k_scale), v_scale=one(given.v_scale))
+    if step.shared:
+        options["v_head_dim"] = step.Hv
+    arrays = given._asdict()
+    window, prefix = arrays.pop("window_left"), arrays.pop("prefix_lengths")
+    assert prefix is None  # no `Step` has shared prefixes
+    options["window"] = step.window if window is None else (window, None)
+    try:
+        found = fp.flash_decode(**arrays, **options, backend=backend, return_lse=True)
+    except fp.UnsupportedByBackend as error:
+        return str(error)
+    assert_matches_oracle(step, whole, found)
+    return None
 
 
 def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):

@@ -33,7 +33,7 @@ from flash_pallas.backends.gpu import launch
 from flash_pallas.backends.hopper.common import far_rows
 from flash_pallas.frontend import dispatch
 
-from . import checks, gpu_fuzz, ragged_cases, tangent_checks, test_shared_prefix
+from . import checks, hopper_decode_cases, ragged_cases, tangent_checks, test_shared_prefix
 from .cases import Case
 from .hopper_cases import ON_DEVICE
 from .hopper_decode_cases import STEPS
@@ -188,7 +188,7 @@ def run_case(case: str) -> set[str]:
         if name in OTHERS:
             OTHERS[name](backend)
         elif name in STEP:
-            gpu_fuzz.decodes(backend, STEP[name])
+            hopper_decode_cases.decodes(backend, STEP[name])
         else:
             bound = checks.bind(dispatch.BACKENDS[backend])
             checks.assert_matches_oracle(bound, ATTENTION[name], kernels=True)

@@ -12,7 +12,7 @@ from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.frontend import dispatch
 
-from . import gpu_fuzz, sanitize
+from . import hopper_decode_cases, sanitize
 
 THREADS = "flash_pallas_compile"  # of backends/gpu/ahead.py
 
@@ -30,7 +30,7 @@ def test_every_kernel_is_listed():
 
 @pytest.mark.parametrize("name", ["two_tiles_of_rows", "starts_of_int8", "drafts", "latent"])
 def test_steps_run(name):
-    assert gpu_fuzz.decodes("xla", sanitize.STEP[name]) is None
+    assert hopper_decode_cases.decodes("xla", sanitize.STEP[name]) is None
 
 
 def test_cases_name_what_there_is(monkeypatch):

@@ -1,0 +1,152 @@
+"""The GPU fuzz on a CPU: its reference, its bounds, its draws on jnp, its processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import time
+
+import numpy as np
+import pytest
+
+from flash_pallas.core import dropout
+
+from . import dense_reference, fuzzing, gpu_fuzz, kernel_digest, rounding_bounds
+from .dense_reference import Dense
+from .rounding_bounds import Unit
+
+
+def problem(dtype=np.float32, **fields) -> Dense:
+    """Returns a plain problem of 300 keys."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(dtype).astype(np.float64)
+    q, k, v = draw(1, 7, 2, 16), draw(1, 300, 1, 16), draw(1, 300, 1, 8)
+    seen = np.ones((1, 1, 7, 300), bool)
+    return Dense(q, k, v, seen, 0.25, np.arange(7)[None], np.arange(300)[None], **fields)
+
+
+def everything() -> Dense:
+    """Returns a problem with all that moves logits."""
+    rng = np.random.default_rng(1)
+    bias = rng.standard_normal((1, 2, 1, 300))
+    bias[..., ::7] = -np.inf
+    d = problem(bias=bias, slopes=np.array([[0.1, 0.02]]), softcap=3.0, mod="square")
+    return dataclasses.replace(
+        d,
+        captured=np.array(0.3),
+        sinks=np.array([[0.5, -1.0]]),
+        kept=rng.random((1, 2, 7, 300)) < 0.7,
+        gain=1 / 0.7,
+    )
+
+
+def test_forward_is_the_sum_over_keys_one_by_one():
+    d = everything()
+    f = dense_reference.forward(d)
+    for n in range(2):
+        total, o = math.exp(d.sinks[0, n]), np.zeros(8)
+        for j in range(300):
+            if d.bias[0, n, 0, j] == -np.inf:
+                continue
+            x = 0.25 * d.q[0, 3, n] @ d.k[0, j, 0] + d.bias[0, n, 0, j]
+            x = 3.0 * math.tanh((x - d.slopes[0, n] * abs(3 - j)) / 3.0)
+            x -= 0.125 * 0.3 * x * x
+            total += math.exp(x)
+            o += math.exp(x) * d.kept[0, n, 3, j] / 0.7 * d.v[0, j, 0]
+        np.testing.assert_allclose(f.o[0, n, 3], o / total, rtol=1e-12)
+        assert f.lse[0, n, 3] == pytest.approx(math.log(total), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "slopes", "sinks", "captured"])
+def test_gradients_are_slopes_of_the_forward(name):
+    d, rng = everything(), np.random.default_rng(2)
+    do, dlse = rng.standard_normal((1, 7, 2, 8)), rng.standard_normal((1, 2, 7))
+    found = dense_reference.backward(d, dense_reference.forward(d), do, dlse).gradients
+    step = rng.standard_normal(np.shape(getattr(d, name)))
+    there = dense_reference.forward(dense_reference.moved(d, {name: step}))
+    o, lse = dense_reference.tangent(there).values()
+    key = "dalibi_slopes" if name == "slopes" else f"d{name}"
+    assert np.sum(found[key] * step) == pytest.approx(np.sum(o * do) + np.sum(lse * dlse))
+
+
+def test_a_row_that_sees_no_key():
+    d = problem()
+    d.seen = d.seen & (np.arange(7) != 2)[:, None]
+    f = dense_reference.forward(d)
+    assert (f.o[:, :, 2] == 0).all() and (f.lse[:, :, 2] == -np.inf).all()
+    ones = np.ones((1, 7, 2, 8)), np.ones((1, 2, 7))
+    assert (dense_reference.backward(d, f, *ones).gradients["dq"][:, 2] == 0).all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_dropout_is_the_documented_one(shared):
+    shape = (1, 1, 9, 40) if shared else (2, 3, 9, 40)
+    words, first = dropout.seed_words(-5), np.array([-3, 8])
+    keys = dropout.call_keys(words, *shape[:2])[..., None, None]
+    i = (first[:, None] + np.arange(9))[:, None, :, None].astype(np.int32)
+    right = dropout.keep(keys, i, np.arange(40, dtype=np.int32)[None, None, None], 0.3)
+    found = dense_reference.kept([int(x) for x in words], shape, first, 0.3)
+    np.testing.assert_array_equal(np.broadcast_to(found, right.shape), right)
+    assert 0.6 < right.mean() < 0.8
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_one_wrong_key_of_300_is_seen(dtype):
+    d, unit = problem(np.float16), Unit.of(dtype, kernels=True)
+    f = dense_reference.forward(d)
+    do = np.random.default_rng(3).standard_normal((1, 7, 2, 8))
+    right = dense_reference.backward(d, f, do, 0.0)
+    limits = rounding_bounds.of_forward(d, f, unit)
+    limits |= rounding_bounds.of_backward(d, f, right, do, unit)
+    hidden = np.ones((1, 1, 7, 300), bool)
+    hidden[..., 4, 150] = False
+    wrong = dataclasses.replace(d, seen=hidden)
+    g = dense_reference.forward(wrong)
+    there = dense_reference.backward(wrong, g, do, 0.0).gradients
+    pairs = {name: (there[name], x) for name, x in right.gradients.items()}
+    pairs |= {"o": (g.o.swapaxes(1, 2), f.o.swapaxes(1, 2)), "lse": (g.lse, f.lse)}
+    for name, (found, exact) in pairs.items():
+        assert gpu_fuzz.difference(exact, exact, limits[name]) == (0.0, [])
+        assert gpu_fuzz.difference(found, exact, limits[name])[1], name
+
+
+# One of every public function, x64 among them.
+@pytest.mark.parametrize("number", [2, 9, 13, 30, 40, 48, 58, 61, 66])
+def test_draws_are_right_on_jnp(number):
+    (found,) = gpu_fuzz.attempt(1, ("xla",), number)
+    assert found.kind == "right", found.why
+
+
+def _call(number: int) -> list[int]:
+    if number == 1:
+        os._exit(3)
+    if number == 2:
+        time.sleep(600.0)
+    return [number]
+
+
+def test_a_process_that_hangs_or_ends_is_replaced():
+    arguments = argparse.Namespace(
+        seed=0, first=0, count=5, minutes=9.0, processes=2, limit=3.0, json=None
+    )
+    late = lambda number, why: [f"{number}: {why}"]
+    figures = lambda outcomes: {"outcomes": outcomes}
+    found = fuzzing.run(_call, arguments, figures, late)
+    right = [0, "1: the process ended", "2: not done in 3 seconds", 3, 4]
+    assert found["outcomes"] == right and found["calls"] == 5
+
+
+def test_the_digest_sees_code_and_not_comments(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_digest, "PACKAGE", tmp_path)
+    monkeypatch.setattr(kernel_digest, "ROOMS", ("core",))
+    (tmp_path / "core").mkdir()
+
+    def digest(text: str) -> str:
+        (tmp_path / "core" / "a.py").write_text(text)
+        return kernel_digest.of_sources.__wrapped__()
+
+    plain = digest("def f(x):\n    return x + 1\n")
+    assert digest('def f(x):\n    """Adds."""\n    return x + 1  # more\n') == plain
+    assert digest("def f(x):\n    return x + 2\n") != plain
