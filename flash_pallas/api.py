@@ -106,7 +106,8 @@ def flash_attention(
             sorted nor contiguous, but blocks of keys are skipped only where they are.
         kv_segment_ids: integers [*B, S], the same for keys; given together with q_segment_ids.
         q_lengths: integers [*B] or one: queries from there on see nothing and may hold anything.
-        kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything.
+        kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything. Both
+            are an error where they are computed and negative or beyond the arrays, else clipped.
         bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
             1. Its gradient has its own shape: the kernel itself sums over broadcast axes, but not
             over those of vmap: a bias that members share is repeated if its gradient is wanted.
@@ -498,8 +499,8 @@ def dot_product_attention(
         window=local_window_size,
         scale=scale,
         q_offset=0,
-        q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3),
-        kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3),
+        q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3, query.shape[-3]),
+        kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3, key.shape[-3]),
         empty_rows="mean",
         backend="auto" if implementation is None else implementation,
     )

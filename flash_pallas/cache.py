@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .core import mesh_axes, ragged
-from .core.decode import QUANTISED
+from .core.decode import QUANTISED, UNBOUNDED
 from .core.ragged import RaggedOperands
 from .core.rope import apply_rope
-from .frontend.arguments import as_int32
+from .frontend.arguments import as_int32, check_room, is_computed, known
 from .frontend.validate_decode import cache_scale
 from .frontend.validate_ragged import RaggedArguments, places_of
 
@@ -76,9 +76,11 @@ def append_kv(
     Functional; in place where the cache is donated, as in `jax.jit(step, donate_argnums=...)`.
 
     Nothing is written beyond the room of a sequence (S, or max_pages * page_size) and nothing wraps
-    around: such tokens are dropped, and the length stops at what there is room for. Tokens whose
-    page has an id out of range are dropped too, but their lengths count; `check_pages` finds such
-    ids before. Two sequences that share a page must not both write to it: copy it first.
+    around. Where all numbers are computed, tokens without room raise an error. Under jit they are
+    dropped, and the length counts them all the same: `flash_decode` takes the position of a query
+    from it, so the tokens that found room get what they would get in a longer cache. Tokens whose
+    page has an id out of range are dropped and count, too; `check_pages` finds such ids before. Two
+    sequences that share a page must not both write to it: copy it first.
 
     Args:
         cache: keys, values and lengths; see `KVCache`.
@@ -87,7 +89,7 @@ def append_kv(
         v: values [B, T, K, Hv], of the same dtypes; None for a cache whose v is None.
         new_lengths: int32 [B]: the number of the T tokens, from the first on, that are real; the
             others are padding that is not written, as in prompts of different lengths. None is all
-            of them. Clipped to [0, T].
+            of them. At most T; under jit clipped to [0, T].
         page_table: int32 [B, max_pages], for a cache of pages: token j of sequence b goes to row
             j % page_size of page page_table[b, j // page_size].
         k_scale: for a cache in float8_e4m3fn or int8: keys are divided by it, rounded, and clipped
@@ -99,19 +101,21 @@ def append_kv(
             token after `cache.starts` has position 0. None is no rotation.
 
     Returns:
-        A `KVCache` of the same shapes and dtypes, lengths int32; starts as they were.
+        A `KVCache` of the same shapes and dtypes; starts as they were. Lengths are int32, the
+        number of tokens that each sequence has had, those without room included.
 
     Raises:
         TypeError: no cache, no array, or another dtype than the cache's.
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together; computed lengths, starts or new_lengths that
+            are negative or beyond the room.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from flash_pallas import KVCache, append_kv
-        >>> cache = KVCache(*jnp.zeros((2, 2, 8, 1, 4)), lengths=jnp.array([0, 7]))
+        >>> cache = KVCache(*jnp.zeros((2, 2, 16, 1, 4)), lengths=jnp.array([0, 7]))
         >>> k = v = jnp.ones((2, 3, 1, 4))
         >>> append_kv(cache, k, v).lengths
-        Array([3, 8], dtype=int32)
+        Array([3, 10], dtype=int32)
     """
     old = _checked_cache(cache)
     scales = (("k", k_scale), ("v", v_scale))
@@ -129,8 +133,11 @@ def append_kv(
             f"cache has keys of shape {old.k.shape} for {len(old.lengths)} sequences: pass "
             "page_table if these are pages"
         )
+    given = new_lengths
     if new_lengths is not None:
         new_lengths = _integers("new_lengths", new_lengths, 1, len(old.lengths))
+    room = old.k.shape[1] * (1 if page_table is None else page_table.shape[1])
+    check_fits(room, k.shape[1], cache[2], *cache[3:], new_lengths=given)
     if rope_theta is not None:
         _check_rotates(rope_theta, k)
     scales = {name: cache_scale(f"{name}_scale", s, getattr(old, name)) for name, s in scales}
@@ -139,6 +146,53 @@ def append_kv(
     # The cache stays cut as it is: a step's result is the next one's operand.
     specs = jax.tree.map(mesh_axes.spec_of, old)
     return mesh_axes.compiled_as_auto(partial(_appended, rope_theta), (old, new), specs)
+
+
+LONGER = (
+    "make a longer one, as in KVCache.empty(length=...), or say by new_lengths=0 which sequences "
+    "have ended"
+)
+
+
+def check_fits(
+    room: int,
+    count: int,
+    lengths,
+    starts=None,
+    *,
+    new_lengths=None,
+    name: str = "cache.lengths",
+    way_out: str = LONGER,
+) -> None:
+    """Checks the numbers of a cache and of new tokens, those that are computed.
+
+    Args:
+        room: number of tokens of a sequence that there is room for.
+        count: number of new tokens, padding included.
+        lengths: number of tokens of each sequence before.
+        starts: the first token of each sequence that is no padding, or None.
+        new_lengths: how many of the new tokens are real; None: all.
+        name: what the caller calls the lengths.
+        way_out: what to do where there is too little room.
+
+    Raises:
+        ValueError: a number is negative or beyond the room, or there are more tokens than room.
+    """
+    check_room(name, lengths, room, "the tokens that the cache has room for")
+    if starts is not None:
+        check_room("cache.starts", starts, room, "the tokens that the cache has room for")
+    if new_lengths is not None:
+        check_room("new_lengths", new_lengths, count, "the number of new tokens")
+    added = count if new_lengths is None else new_lengths
+    if not is_computed(lengths) or not is_computed(added):
+        return
+    longest = int((known(lengths).astype(np.int64) + known(added).astype(np.int64)).max(initial=0))
+    if longest > room:
+        raise ValueError(
+            f"the cache has room for {room} tokens of a sequence and, {name} and the new ones "
+            f"together, would have {longest}: {way_out}. Under jit such tokens would be dropped "
+            "without a word"
+        )
 
 
 def append_ragged_kv(
@@ -232,7 +286,7 @@ def append_packed(pages, new, a: RaggedArguments, names: dict[str, tuple[str, st
     if v is not None and len(k) != len(v):
         shapes = f"{names['k'][0]} has shape {k.shape} and {names['v'][0]} {v.shape}"
         raise ValueError(f"{shapes}: each key needs its value")
-    places = places_of(a, len(k))
+    places = places_of(a, len(k), pages[0].shape[1])
     added = _New(k, v, None, places["page_table"], scales["k"], scales.get("v"))
     old = jax.tree.map(jnp.asarray, old)
     # As where one step's cache is the next one's operand: it stays cut as it is.
@@ -371,7 +425,8 @@ class _New(NamedTuple):
 def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
     count, table = new.k.shape[1], new.page_table
     room = old.k.shape[1] * (1 if table is None else table.shape[1])
-    lengths = jnp.clip(old.lengths.astype(jnp.int32), 0, room)
+    # Beyond the room too: there nothing is written, and positions go on.
+    lengths = jnp.clip(old.lengths.astype(jnp.int32), 0, UNBOUNDED - count)
     step = jnp.arange(count, dtype=jnp.int32)[None]
     added = jnp.full_like(lengths, count)
     if new.lengths is not None:
@@ -383,7 +438,7 @@ def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
         at = positions(old._replace(lengths=lengths), count)
         rotated = apply_rope(jnp.asarray(new.k), at, rope_theta)
         new = new._replace(k=rotated)
-    return _written(old, new, where)._replace(lengths=jnp.minimum(lengths + added, room))
+    return _written(old, new, where)._replace(lengths=lengths + added)
 
 
 def _ragged_appended(old: _Pages, new: _New, places: dict[str, Any]) -> _Pages:
@@ -391,8 +446,7 @@ def _ragged_appended(old: _Pages, new: _New, places: dict[str, Any]) -> _Pages:
     given = ragged.in_range(RaggedOperands(new.k, *old, **places))
     of_row = ragged.places_of(given)
     # Not clipped to the room: a token beyond it is to be dropped, not to be the last key.
-    lengths = jnp.maximum(places["kv_lengths"], 0)[of_row.seq]
-    place = lengths - given.cu_q_lens[of_row.seq + 1] + of_row.row
+    place = given.kv_lengths[of_row.seq] - given.cu_q_lens[of_row.seq + 1] + of_row.row
     place = jnp.where(of_row.exists & (place >= 0), place, room)
     where = _rows(of_row.seq, place, room, old.k.shape, table)
     return _written(old, new, where)

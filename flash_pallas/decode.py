@@ -75,11 +75,12 @@ def flash_decode(
             once for both.
         v_head_dim: number of columns of k that are the values, 1 to H, where v is None; None is H.
         kv_lengths: int32 [B] or a scalar: number of keys of each sequence, its new tokens included;
-            may be traced. Keys beyond it may hold anything. None is S; pages need it. Lengths are
-            clipped to what there is room for: see `check_pages`.
+            may be traced. Keys beyond it may hold anything. None is S; pages need it. Where new
+            tokens found no room, it counts them all the same, as positions come from it; there are
+            keys as far as the room goes. Such lengths are an error where they are computed.
         kv_starts: int32 [B] or a scalar: the first key of each sequence, where caches are padded on
             the left; may be traced. Keys before it may hold anything, and blocks of them are not
-            loaded. None is 0, as are negative starts. Positions and lengths count from key 0 of
+            loaded. None is 0. Positions and lengths count from key 0 of
             the cache all the same. A sequence that starts at its length or later has no keys.
         q_offset: int, or int32 [B] or a scalar: position of query 0, where key 0 has position 0.
             Query t sees keys up to q_offset + t. None is kv_lengths - T.
@@ -135,7 +136,8 @@ def flash_decode(
     Raises:
         TypeError: an argument of the wrong kind or dtype.
         ValueError: shapes that do not fit together, or a value out of range, such as a v_head_dim
-            above H, or another than that of v.
+            above H, or another than that of v; lengths or starts that are computed and negative or
+            beyond the room.
         UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
         NotImplementedError: a dtype that no backend takes; a derivative.
 

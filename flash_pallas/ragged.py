@@ -75,7 +75,8 @@ def ragged_paged_attention(
         v_pages: values [P, page_size, K, Hv]. None: the values are the first `v_head_dim` columns
             of the keys, as in multi-head latent attention, and are read once for both.
         kv_lengths: int32 [S]: number of keys of each sequence, its new tokens included. The last
-            query of a sequence is its last key. Clipped to what there is room for.
+            query of a sequence is its last key. Beyond the room they still say where queries are;
+            where they are computed, they are an error.
         page_table: int32 [S, max_pages]: key j of sequence s is row j % page_size of page
             page_table[s, j // page_size]; as in `flash_decode`. `check_pages` checks it.
         cu_q_lens: int32 [S + 1]: sequence s has the rows of q from cu_q_lens[s] up to, not
@@ -116,7 +117,7 @@ def ragged_paged_attention(
     Raises:
         TypeError: an argument of the wrong kind or dtype.
         ValueError: shapes that do not fit together, or a value out of range, such as known
-            cu_q_lens that decrease.
+            cu_q_lens that decrease, or computed lengths or starts beyond the room.
         UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
         NotImplementedError: a dtype that no backend takes; a derivative.
 

@@ -38,7 +38,7 @@ def seen(mask: np.ndarray, lengths, keys: int, window=None):
 
     Args:
         mask: bool[B, T, T].
-        lengths: number of keys of each sequence, drafts included.
+        lengths: number of keys of each sequence, drafts included, those without room too.
         keys: number of keys that there is room for.
         window: positions before its own that a query sees, one number or one for each sequence.
 
@@ -54,10 +54,10 @@ def seen(mask: np.ndarray, lengths, keys: int, window=None):
         first = int(length) - tokens
         for t in range(tokens):
             of_queries[b, t] = first + sum(bool(mask[b, t, u]) for u in range(tokens) if u != t)
-            if first + t >= 0:
+            if 0 <= first + t < keys:
                 of_keys[b, first + t] = of_queries[b, t]
         for t in range(tokens):
-            for key in range(int(length)):
+            for key in range(min(int(length), keys)):
                 allowed = key < first or mask[b, t, key - first]
                 shown[b, 0, t, key] = allowed and (of_queries[b, t] - of_keys[b, key] <= windows[b])
     return shown, of_queries, of_keys

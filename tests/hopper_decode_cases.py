@@ -82,7 +82,9 @@ class Step:
         for name, given_side in (("kv_starts", self.starts), ("window_left", self.windows)):
             if given_side is not None:
                 sides[name] = np.array(given_side, np.int32)
-        offset = lengths - self.T if self.offset is None else np.array(self.offset)
+        # Where new tokens find no room, queries sit where they would in a longer cache.
+        last = np.clip(given, 0, decode.UNBOUNDED)
+        offset = last - self.T if self.offset is None else np.array(self.offset)
         if "sinks" in self.sides:
             sides["sinks"] = rng.standard_normal((batch, self.N)).astype(np.float32)
         if "slopes" in self.sides:
@@ -361,6 +363,9 @@ STEPS = (
     ),
     # Drafts that begin before a block, in it and with it; a sequence that has fewer keys than them.
     Step("drafts", (130, 68, 2), T=4, drafts="trees", num_splits=2, sides=("sinks",)),
+    # New tokens that the cache has no room for: some, all, and some of drafts.
+    Step("without_room", (257, 259, 300), T=4, N=8, window=40, num_splits=2, sides=("slopes",)),
+    Step("drafts_without_room", (258, 270), T=16, N=1, drafts="trees", window=40, page_size=64),
     Step("drafts_as_rows", (131,), T=40, N=1, drafts="trees", num_splits=2),
     Step("drafts_of_64", (80,), T=64, N=1, page_size=16, drafts="any", num_splits=1, S=128),
     Step(
@@ -612,7 +617,8 @@ def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):
         options["window"] = (jnp.asarray(whole.window_left), 0)
     if step.drafts is not None:
         window = step.window if whole.window_left is None else whole.window_left
-        mask, q_pos, kv_pos = draft_masks.seen(whole.draft_mask, whole.kv_lengths, step.S, window)
+        lengths = np.asarray(whole.q_offset) + step.T
+        mask, q_pos, kv_pos = draft_masks.seen(whole.draft_mask, lengths, step.S, window)
         for name in ("q_offset", "window"):
             del options[name]
         options |= {"causal": False, "mask": mask}

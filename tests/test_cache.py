@@ -24,12 +24,12 @@ def appended(cache, k, v, new_lengths, table=None):
     room = k_cache.shape[1] * (1 if table is None else table.shape[1])
     for b, new in enumerate(new_lengths):
         for t in range(new):
-            if lengths[b] == room:
-                break
-            row, column = b, lengths[b]
+            lengths[b] += 1  # those without room count
+            if lengths[b] > room:
+                continue
+            row, column = b, lengths[b] - 1
             if table is not None:
                 row, column = table[b, column // k_cache.shape[1]], column % k_cache.shape[1]
-            lengths[b] += 1
             if 0 <= row < len(k_cache):
                 k_cache[row, column], v_cache[row, column] = k[b, t], v[b, t]
     return KVCache(k_cache, v_cache, lengths)
@@ -65,8 +65,8 @@ def test_appending_to_pages():
 def test_lengths_out_of_range_never_wrap():
     cache = (jnp.zeros((2, 4, 1, 2)), jnp.zeros((2, 4, 1, 2)), jnp.array([-1, 2**31 - 1]))
     x = jnp.ones((2, 1, 1, 2))
-    found = fp.append_kv(cache, x, x)
-    assert found.lengths.tolist() == [1, 4]
+    found = jax.jit(fp.append_kv)(cache, x, x)
+    assert found.lengths.tolist() == [1, 2**30]
     assert found.k[:, :, 0, 0].tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
 
 

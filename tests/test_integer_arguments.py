@@ -41,13 +41,13 @@ def test_every_integer_dtype_is_taken(dtype, x64):
         for place in (lambda x: x, jnp.asarray):
             cast = lambda x, place=place: place(x.astype(dtype))
             pages = {"page_table": cast(table), "kv_lengths": cast(lengths)}
-            cache = fp.KVCache(draw(3, 2, 16, 2, 8), draw(4, 2, 16, 2, 8), cast(lengths))
+            cache = fp.KVCache(draw(3, 2, 32, 2, 8), draw(4, 2, 32, 2, 8), cast(lengths))
             with jax.numpy_dtype_promotion("strict"):
                 found = (
                     packed(cast(IDS)),
                     cut(kv_lengths=cast(lengths), q_lengths=cast(lengths)),
                     cut(causal=True, q_offset=cast(lengths)),
-                    fp.flash_decode(Q[:, :1], cache.k, cache.v, **pages),
+                    fp.flash_decode(Q[:, :1], cache.k[:, :16], cache.v[:, :16], **pages),
                     fp.append_kv(cache, K, V, new_lengths=cast(lengths)),
                 )
             int32 = lambda x: jnp.asarray(x, jnp.int32)
@@ -57,7 +57,7 @@ def test_every_integer_dtype_is_taken(dtype, x64):
                 packed(int32(IDS)),
                 cut(kv_lengths=int32(lengths), q_lengths=int32(lengths)),
                 cut(causal=True, q_offset=int32(lengths)),
-                fp.flash_decode(Q[:, :1], cache.k, cache.v, **pages),
+                fp.flash_decode(Q[:, :1], cache.k[:, :16], cache.v[:, :16], **pages),
                 fp.append_kv(cache, K, V, new_lengths=int32(lengths)),
             )
             jax.tree.map(np.testing.assert_array_equal, found, right)

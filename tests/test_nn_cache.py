@@ -176,8 +176,10 @@ def test_tokens_beyond_the_room_of_a_cache_are_an_error_where_lengths_are_known(
     assert full.lengths.tolist() == [8, 8]
     _, same = layer(x, cache=full, new_lengths=jnp.array([0, 0]))
     assert same.lengths.tolist() == [8, 8]
-    _, clipped = jax.jit(lambda x, cache: layer(x, cache=cache))(x, cache)
-    assert clipped.lengths.tolist() == [8, 8]
+    _, crowded = jax.jit(lambda x, cache: layer(x, cache=cache))(x, cache)
+    assert crowded.lengths.tolist() == [8, 9]
+    with pytest.raises(ValueError, match=r"cache.lengths\[1\] is 9: it must be 0 to 8"):
+        layer(x[:, :1], cache=crowded, new_lengths=jnp.array([0, 0]))
     pages, table = empty("paged")
     with pytest.raises(ValueError, match="room for 48 tokens"):
         layer(jnp.ones((B, 49, FEATURES)), cache=pages, page_table=table)

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention, flash_attention_with_lse
-from ..cache import KVCache, append_kv, gather_pages
+from ..cache import KVCache, append_kv, check_fits, gather_pages
 from ..core.decode import PAGE_SIZES, STEP_TOKENS
 from ..core.rope import wide_dtype
 from ..decode import flash_decode
-from ..frontend.arguments import as_int32
+from ..frontend.arguments import as_int32, check_room
 from ..varlen import flash_attention_varlen
 from ._refusal import refuse
 
@@ -269,7 +269,8 @@ def flash_attn_with_kvcache(
             [num_pages, page_size, K, H] of any size.
         v_cache: the same for values.
         k: keys [B, new, K, H] to put into the cache behind its `cache_seqlens`, before attention.
-            Those for which there is no room are dropped.
+            Those for which there is no room are an error where cache_seqlens is computed. Under
+            jit they are dropped, and change nothing for the others.
         v: values [B, new, K, Hv]; given together with k.
         rotary_cos: [positions, rotary_dim / 2]: k and q are rotated, k by its positions in the
             cache. q starts there too and goes on by one a query if `causal` or with a window.
@@ -294,7 +295,8 @@ def flash_attn_with_kvcache(
         (o, lse [B, N, T] in float32); where k is given, k_cache and v_cache come at its end.
 
     Raises:
-        ValueError: arguments that exclude or need one another, and as `flash_attention`.
+        ValueError: arguments that exclude or need one another; computed cache_seqlens or
+            cache_leftpad that are negative or beyond the room; and as `flash_attention`.
         TypeError: an argument of the wrong kind or dtype.
 
     Example:
@@ -313,6 +315,8 @@ def flash_attn_with_kvcache(
     scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
     rows = _Rows(cache_batch_idx, block_table)
     lengths = _lengths(cache_seqlens, len(q), rows.room(k_cache))
+    count = jnp.shape(k)[1] if k is not None and jnp.ndim(k) == 4 else 0
+    _check_room(rows.room(k_cache), count, cache_seqlens, cache_leftpad)
     if rotary_cos is not None or rotary_sin is not None:
         if k is None or cache_leftpad is not None:
             raise ValueError(
@@ -523,6 +527,15 @@ def _check_together(new, cache_seqlens, block_table, cache_batch_idx):
         raise ValueError(
             "cache_seqlens is None and block_table is given: pass how many keys each sequence has"
         )
+
+
+def _check_room(room: int, count: int, cache_seqlens, cache_leftpad):
+    """Raises ValueError for computed numbers that are negative or beyond the room of a cache."""
+    if cache_leftpad is not None:
+        check_room("cache_leftpad", cache_leftpad, room, "the keys that the cache has room for")
+    if cache_seqlens is not None:
+        way_out = "give k_cache and v_cache more rows, or block_table more columns"
+        check_fits(room, count, cache_seqlens, name="cache_seqlens", way_out=way_out)
 
 
 def _lengths(cache_seqlens, batch: int, room: int):

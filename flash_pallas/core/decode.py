@@ -93,8 +93,9 @@ class DecodeOperands(NamedTuple):
     k: Any  # [B, S, K, H], or pages [num_pages, page_size, K, H]
     # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]; None: columns of k, by the spec
     v: Any
-    kv_lengths: Any  # int32[B] or [B, K]; keys beyond may hold NaN. Clipped to [0, kv_len]
-    q_offset: Any  # int32[B]; None: the last query is the last key
+    # int32[B] or [B, K]; keys beyond may hold NaN. Clipped to [0, kv_len], see `key_range`.
+    kv_lengths: Any
+    q_offset: Any  # int32[B]; None: kv_lengths - T, where kv_lengths is not clipped to kv_len
     page_table: Any = None  # int32[B, max_pages] or [B, K, max_pages]. Clipped to [0, num_pages)
     sinks: Any = None  # f32[B, N], natural logits
     alibi_slopes: Any = None  # f32[B, N]
@@ -168,15 +169,38 @@ class DecodeProblem:
         """Number of the last keys of which a mask says who sees them; 0 without `draft_mask`."""
         return self.q_len if "draft_mask" in self.features else 0
 
-    def lower_bound(self, kv_starts, window_left, batch, length) -> LowerBound:
+    def key_range(self, kv_length, q_offset, exists=None):
+        """Returns (number of keys that there are, position of query 0) of sequences, int32.
+
+        Where new tokens found no room, those that did keep their positions: these come from
+        `kv_length` before it is clipped to the room. Of one token that sees all keys the position
+        changes nothing, and the kernel has an instruction less.
+
+        Args:
+            kv_length: int32, one or an array.
+            q_offset: likewise, or None.
+            exists: bool, False for a sequence that has no keys here; None: all have.
+        """
+        none, room = jnp.int32(0), jnp.int32(self.kv_len)
+        moved = self.q_len > 1 or self.windowed or "alibi_slopes" in self.features
+        clips = q_offset is not None or not moved
+        # Else at most UNBOUNDED: sums with positions must not wrap.
+        count = lax.clamp(none, kv_length, room if clips else jnp.int32(UNBOUNDED))
+        if exists is not None:
+            count = lax.select(exists, count, none)
+        position = count - self.q_len if q_offset is None else q_offset
+        return (count if clips else lax.clamp(none, count, room)), position
+
+    def lower_bound(self, kv_starts, window_left, batch, keys) -> LowerBound:
         """Returns the lower bound of a sequence's keys, in a kernel.
 
         Args:
             kv_starts: int32[B] in device memory, or None.
             window_left: int32[B] in device memory, or None.
             batch: number of the sequence.
-            length: int32, number of its keys.
+            keys: result of `key_range`.
         """
+        length, position = keys
         mask = self.spec.mask
         if window_left is not None:
             mask = Mask(window_left[batch], 0)
@@ -184,7 +208,7 @@ class DecodeProblem:
             # Then the first key of every row is a value per row, as its last is.
             mask = Mask(UNBOUNDED, 0)
         if self.drafts:
-            mask = DraftMask(mask.left, 0, self.drafts)
+            mask = DraftMask(mask.left, 0, self.drafts, position)
         if kv_starts is None:
             return LowerBound(mask, None)
         start = lax.max(kv_starts[batch], jnp.int32(0))

@@ -144,9 +144,11 @@ class DraftMask(Mask):
 
     Attributes:
         drafts: number of the last keys that are drafts.
+        first: int32, the first of them. Those past the last key found no room in the cache.
     """
 
     drafts: int = 0
+    first: Any = 0
 
     def keys_of(self, q_pos, kv_len, kv_start=None):
         """Returns (first, last) key that the queries at q_pos may see; see Mask.keys_of.
@@ -155,7 +157,7 @@ class DraftMask(Mask):
         """
         first, last = Mask(self.left).keys_of(q_pos, kv_len)
         if first is not None:
-            first = jnp.minimum(first, kv_len - self.drafts)
+            first = jnp.minimum(first, self.first)
         return _later(first, kv_start), last
 
     def kv_blocks(self, q_start, q_rows, kv_len, block_kv: int, kv_start=None) -> BlockRange:
@@ -163,9 +165,8 @@ class DraftMask(Mask):
 
         A block that has drafts is never called full.
         """
-        first = kv_len - self.drafts
-        found = Mask(self.left).kv_blocks(first, self.drafts, kv_len, block_kv, kv_start)
-        full_stop = ints.minimum(found.full_stop, ints.floor_div(first, block_kv))
+        found = Mask(self.left).kv_blocks(self.first, self.drafts, kv_len, block_kv, kv_start)
+        full_stop = ints.minimum(found.full_stop, ints.floor_div(self.first, block_kv))
         return found._replace(full_stop=ints.maximum(full_stop, found.full_start))
 
 

@@ -34,7 +34,8 @@ class RaggedOperands(NamedTuple):
     q: Any  # [tokens, N, H]
     k: Any  # pages [num_pages, page_size, K, H]
     v: Any  # pages [num_pages, page_size, K, Hv]; None: columns of k
-    kv_lengths: Any  # int32[S], new tokens included; keys beyond may hold NaN
+    # int32[S], new tokens included; keys beyond may hold NaN. May be more than pages have room for.
+    kv_lengths: Any
     page_table: Any  # int32[S, max_pages]. Clipped to [0, num_pages)
     cu_q_lens: Any  # int32[S + 1]
     num_seqs: Any  # int32[]
@@ -144,15 +145,17 @@ def attend(
 def in_range(operands: RaggedOperands) -> RaggedOperands:
     """Returns operands whose cu_q_lens never decrease and stay within q, and 0 <= num_seqs <= S.
 
-    Lengths are clipped to what pages have room for. Sequences past num_seqs have no queries.
+    Lengths become 0 to UNBOUNDED. They may be beyond the room of the pages, as the positions of
+    queries come from them. Sequences past num_seqs have no queries.
     """
     tokens, seqs = operands.q.shape[0], len(operands.kv_lengths)
-    room = operands.page_table.shape[1] * operands.k.shape[1]
     num_seqs = jnp.clip(operands.num_seqs, 0, seqs)
     ends = lax.cummax(jnp.clip(operands.cu_q_lens, 0, tokens))
     ends = ends[jnp.minimum(jnp.arange(seqs + 1, dtype=jnp.int32), num_seqs)]
     return operands._replace(
-        kv_lengths=jnp.clip(operands.kv_lengths, 0, room), cu_q_lens=ends, num_seqs=num_seqs
+        kv_lengths=jnp.clip(operands.kv_lengths, 0, decode.UNBOUNDED),
+        cu_q_lens=ends,
+        num_seqs=num_seqs,
     )
 
 

@@ -279,15 +279,50 @@ def empty_rows(value) -> str:
     return value
 
 
-def lengths(name: str, value, longest: int | None, sizes: Sizes):
-    """Returns int32[B] clipped to [0, longest] (not clipped if `longest` is None), or None."""
+def lengths(name: str, value, room: int | None, sizes: Sizes, clips: bool = True):
+    """Returns int32[B], or None; with `clips`, clipped to [0, room].
+
+    `room` is None where the caller checks the values.
+
+    Raises:
+        TypeError: no integers.
+        ValueError: a wrong shape, or a computed value that is not in [0, room].
+    """
     if value is None:
         return None
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an int32 array {sizes.batch_shape}, got {value!r}")
-    value = as_int32(name, value) if isinstance(value, int) else value
-    value = _per_entry(name, value, sizes)
-    return value if longest is None else jnp.clip(value, 0, longest)
+    found = as_int32(name, value) if isinstance(value, int) else value
+    found = _per_entry(name, found, sizes)
+    if room is None:
+        return found
+    check_room(name, value, room)
+    return jnp.clip(found, 0, room) if clips else found
+
+
+def check_room(name: str, value, room: int, rule: str = "the places that there are") -> None:
+    """Checks lengths, starts or counts whose values are computed; waits for no others.
+
+    Args:
+        name: name of the argument, for the message.
+        value: an int or integers of any shape.
+        room: the most that one may be.
+        rule: what `room` is, for the message.
+
+    Raises:
+        ValueError: one is negative, or more than `room`.
+    """
+    if not is_computed(value):
+        return
+    found = known(value)
+    bad = (found < 0) | (found > room)
+    if bad.any():
+        at = tuple(np.argwhere(bad)[0].tolist())
+        where = f"[{', '.join(map(str, at))}]" if at else ""
+        raise ValueError(
+            f"{name}{where} is {found[at]}: it must be 0 to {room}, {rule}; where more than all of "
+            f"them, or fewer than none, are meant, pass jnp.clip({name}, 0, {room})"
+        )
 
 
 def _per_entry(name: str, value, sizes: Sizes):
@@ -715,6 +750,11 @@ def is_known(value) -> bool:
     if isinstance(value, jax.core.Tracer):
         return False
     return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def is_computed(value) -> bool:
+    """Returns True if an array `is_known` and reading it does not wait for the device."""
+    return is_known(value) and (not isinstance(value, jax.Array) or value.is_ready())
 
 
 def known(value) -> np.ndarray:

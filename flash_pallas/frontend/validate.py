@@ -403,9 +403,15 @@ def of_rank(x, rank: int):
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
-def lengths_of_rank(x, rank: int) -> Any:
-    """Brings lengths to this rank as `of_rank` does; one for all entries stays one."""
-    return x if x is None or not np.ndim(x) else of_rank(x, rank)
+def lengths_of_rank(x, rank: int, room: int) -> Any:
+    """Brings lengths to this rank as `of_rank` does; one for all entries stays one.
+
+    They are clipped to [0, room], as jax.nn takes any integers.
+    """
+    if x is None or isinstance(x, bool) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+        return x
+    x = of_rank(x, rank) if np.ndim(x) else x
+    return min(max(x, 0), room) if isinstance(x, int) else jnp.clip(x, 0, room)
 
 
 # --- Names of arguments: one signature for several functions, and hints for wrong names -----------

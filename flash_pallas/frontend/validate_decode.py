@@ -65,12 +65,14 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
                 f"int32 ({len(q)},); nobody else knows which pages are filled"
             )
     sizes = checks.Sizes(q.shape[:1], q.shape[1], kv_len, q.shape[2], k.shape[2], q.dtype)
-    lengths = checks.lengths("kv_lengths", a.kv_lengths, None, sizes)
+    lengths = checks.lengths("kv_lengths", a.kv_lengths, kv_len, sizes, clips=False)
     if lengths is None:
         lengths = jnp.full((sizes.batch,), kv_len, jnp.int32)
     left, window_left = window_sides(a.window, sizes)
     chosen, block_size = _kv_blocks(a, q, k, page_size)
     shares_prefix, prefix_lengths = shared_prefix(a, sizes, page_size, f"q has {q.shape[1]} tokens")
+    if prefix_lengths is not None:
+        checks.check_room("shared_prefix", a.shared_prefix, kv_len)
     q, scale = validate.positive_scale(q, checks.valid_scale(a.scale, q.shape[-1]))
     spec = DecodeSpec(
         scale=scale,
@@ -93,7 +95,7 @@ def canonicalize(q, k, v, arguments: DecodeArguments) -> tuple[DecodeSpec, Decod
         alibi_slopes=checks.slopes(a.alibi_slopes, sizes),
         k_scale=cache_scale("k_scale", a.k_scale, k),
         v_scale=None if v is None else cache_scale("v_scale", a.v_scale, v),
-        kv_starts=checks.lengths("kv_starts", a.kv_starts, None, sizes),
+        kv_starts=checks.lengths("kv_starts", a.kv_starts, kv_len, sizes, clips=False),
         window_left=window_left,
         kv_blocks=chosen,
         prefix_lengths=prefix_lengths,
@@ -245,7 +247,7 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
 def shared_prefix(a: Any, sizes: checks.Sizes, page_size: int | None, tokens: str):
     """Checks shared_prefix; returns (whether prefixes are shared, int32[B] or None).
 
-    `tokens` says, in a message, how many new tokens there are.
+    Its values are left to the caller. `tokens` says, in a message, how many new tokens there are.
     """
     value = a.shared_prefix
     if value is None:

@@ -63,13 +63,16 @@ def canonicalize(q, k, v, arguments: RaggedArguments) -> tuple[RaggedSpec, Ragge
     validate_decode.check_dtypes(q, k, k if v is None else v)
     _check_shapes(q, keys, keys if v is None else v)
     page_size = validate_decode.known_page_size(k)
-    places = places_of(a, len(q))
+    places = places_of(a, len(q), page_size)
     table = places["page_table"]
     room = table.shape[1] * page_size
     step_tokens = _step_tokens(a.step_tokens)
     shape = (len(table),), step_tokens, room, q.shape[1], k.shape[2]
     sizes = checks.Sizes(*shape, q.dtype)
     left, window_left = validate_decode.window_sides(a.window, sizes)
+    _check_room(a, "kv_starts", room)
+    if not isinstance(a.shared_prefix, str):
+        _check_room(a, "shared_prefix", room)
     shares_prefix, prefix_lengths = validate_decode.shared_prefix(
         a, sizes, page_size, f"step_tokens is {step_tokens}"
     )
@@ -99,12 +102,13 @@ def canonicalize(q, k, v, arguments: RaggedArguments) -> tuple[RaggedSpec, Ragge
     )
 
 
-def places_of(arguments, tokens: int) -> dict[str, Any]:
+def places_of(arguments, tokens: int, page_size: int) -> dict[str, Any]:
     """Checks which rows belong to which sequence, and where its pages are.
 
     Args:
         arguments: has kv_lengths, page_table, cu_q_lens and num_seqs.
         tokens: number of rows of q, padding included.
+        page_size: keys of a page.
 
     Returns:
         These arrays, by the names of RaggedOperands.
@@ -135,6 +139,7 @@ def places_of(arguments, tokens: int) -> dict[str, Any]:
         )
     num_seqs = _num_seqs(a.num_seqs, seqs)
     _check_ends(a.cu_q_lens, seqs if a.num_seqs is None else a.num_seqs, tokens)
+    _check_room(a, "kv_lengths", table.shape[1] * page_size)
     return {
         "kv_lengths": lengths,
         "page_table": table,
@@ -172,6 +177,16 @@ def _check_ends(given, num_seqs, tokens: int):
             f"at most at the number of rows of q, {tokens}; it is the cumulative sum of the "
             "numbers of queries, with a 0 in front"
         )
+
+
+def _check_room(a: RaggedArguments, name: str, room: int):
+    """Checks lengths or starts of the sequences up to num_seqs, where both are computed."""
+    value, seqs = getattr(a, name), a.num_seqs
+    if value is None or not checks.is_computed(value) or not checks.is_computed(seqs):
+        return
+    if seqs is not None and np.ndim(value):
+        value = checks.known(value)[: int(checks.known(seqs).item())]
+    checks.check_room(name, value, room, "the keys that the pages of a sequence have room for")
 
 
 def _step_tokens(value) -> int:

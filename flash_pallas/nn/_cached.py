@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..api import flash_attention
-from ..cache import KVCache, append_kv, gather_pages, positions
+from ..cache import KVCache, append_kv, check_fits, gather_pages, positions
 from ..core import mesh_axes, rope
 from ..core.decode import QUANTISED, STEP_TOKENS
 from ..decode import flash_decode
@@ -255,15 +254,8 @@ def _check_fits(cache, k, v, new: New) -> None:
         return
     pages = 1 if new.page_table is None else jnp.shape(new.page_table)[-1]
     room, added = cache.k.shape[1] * pages, k.shape[1] if new.lengths is None else new.lengths
-    if not is_known(cache.lengths) or not is_known(added):
-        return
-    longest = int((known(cache.lengths) + np.clip(known(added), 0, k.shape[1])).max(initial=0))
-    if longest > room:
-        raise ValueError(
-            f"the cache has room for {room} tokens of a sequence and would have {longest}: make a "
-            "longer one, as in KVCache.empty(length=...), or say by new_lengths=0 which sequences "
-            "have ended. Under jit such tokens would be dropped without a word"
-        )
+    if is_known(cache.lengths) and is_known(added):
+        check_fits(room, k.shape[1], known(cache.lengths), new_lengths=known(added))
 
 
 def _whole(x, scale, page_table, dtype):

@@ -71,7 +71,7 @@ class Drafts(NamedTuple):
         left = problem.spec.window_left if left is None else left[:, None]
         depth = drafts.depths(mask)
         starts = None if operands.kv_starts is None else operands.kv_starts[:, None]
-        seen = DraftMask(left, 0, problem.drafts)
+        seen = DraftMask(left, 0, problem.drafts, start)
         first, _ = seen.keys_of(start + depth, operands.kv_lengths[:, None], starts)
         if first is not None:
             first = jnp.broadcast_to(first, depth.shape)
@@ -151,8 +151,7 @@ def _by_heads(problem: DecodeProblem, operands: DecodeOperands):
 
 def _in_range(problem: DecodeProblem, operands: DecodeOperands) -> DecodeOperands:
     """Clips lengths and fills in the position of query 0. Pages are clipped when gathered."""
-    lengths, offset = jnp.clip(operands.kv_lengths, 0, problem.kv_len), operands.q_offset
-    offset = lengths - problem.q_len if offset is None else offset
+    lengths, offset = problem.key_range(operands.kv_lengths, operands.q_offset)
     return operands._replace(kv_lengths=lengths, q_offset=offset)
 
 

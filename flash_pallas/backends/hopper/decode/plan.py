@@ -243,16 +243,16 @@ class DecodePlan(DecodeLayout):
 
         That way all CTAs read neighbouring blocks at one time.
         """
-        room, offset = jnp.int32(self.problem.kv_len), cta.gmem.q_offset
         own = (cta.batch, cta.head) if self.problem.of_heads else cta.batch
-        length = lax.clamp(jnp.int32(0), cta.gmem.kv_lengths[own], room)
-        if cta.gmem.ends is not None:
-            _, exists = packed_row(cta.gmem.ends, cta.batch)
-            length = lax.select(exists, length, jnp.int32(0))
-        position = length - self.problem.q_len if offset is None else offset[cta.batch]
+        ends, offset = cta.gmem.ends, cta.gmem.q_offset
+        length, position = self.problem.key_range(
+            cta.gmem.kv_lengths[own],
+            None if offset is None else offset[cta.batch],
+            None if ends is None else packed_row(ends, cta.batch)[1],
+        )
         first, last = self.queries(cta.tile)
         bounds = cta.gmem.kv_starts, cta.gmem.window_left
-        mask, start = self.problem.lower_bound(*bounds, cta.batch, length)
+        mask, start = self.problem.lower_bound(*bounds, cta.batch, (length, position))
         rows = position + first, last - first + 1
         seen = mask.kv_blocks(*rows, length, self.blocks.block_kv, start)
         block = cta.split if mask.left is None else seen.start + cta.split

@@ -183,7 +183,8 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     count = _and(count, ends[0], tokens - ends[-1])
     before = first % LENGTH_MULTIPLE  # rows of others in a sequence's first tile
     tiles = jnp.where(count > 0, -(-(count + before) // tile_rows), 0)
-    lengths = _and(operands.kv_lengths, 0, 0)
+    position_of_row_0 = _and(operands.kv_lengths, 0, 0) - count - first
+    lengths = _lengths(problem, operands)
     # One launch for both sums. Keys that do not fit into the L2 count as one more than do.
     fitting, most = _fitting_keys(problem.steps), most_tiles(problem, tile_rows)
     keys = jnp.where(count > 0, jnp.minimum(lengths, fitting + 1), 0)
@@ -195,7 +196,6 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     seq = jnp.minimum(seq, len(count) - 1)
     of = lambda x: x[seq]  # of the tiles' sequences, here in the order of rows
     row = of(first - before) + (index - of(stops - tiles)) * tile_rows
-    position_of_row_0 = lengths - count - first
     position = of(position_of_row_0) + row
     start, left = _lower_bounds(problem, operands)
     keys = jnp.minimum(position + tile_rows, of(lengths))
@@ -241,9 +241,14 @@ def _and(x, *others):
     return jnp.concatenate([x, *(jnp.int32(other)[None] for other in others)])
 
 
+def _lengths(problem: RaggedProblem, operands: RaggedOperands):
+    """Returns the number of keys that there are, int32[S + 2]."""
+    return jnp.minimum(_and(operands.kv_lengths, 0, 0), problem.steps.kv_len)
+
+
 def _lower_bounds(problem: RaggedProblem, operands: RaggedOperands):
     """Returns (first key, keys that a query sees before its own position), int32[S + 2] each."""
-    lengths, window = _and(operands.kv_lengths, 0, 0), problem.steps.spec.window_left
+    lengths, window = _lengths(problem, operands), problem.steps.spec.window_left
     start = jnp.zeros_like(lengths)
     if operands.kv_starts is not None:
         start = jnp.maximum(_and(operands.kv_starts, 0, 0), 0)

@@ -313,9 +313,8 @@ class LatentKernel:
 
     def keys(self, gmem: LatentGmem, batch, block):
         """Returns (first, count, end), see LatentCta. Where there is no tile, one is hidden."""
-        room = jnp.int32(self.steps.kv_len)
-        length = lax.clamp(jnp.int32(0), gmem.kv_lengths[batch], room)
-        offset = length - self.steps.q_len if gmem.q_offset is None else gmem.q_offset[batch]
+        offset = None if gmem.q_offset is None else gmem.q_offset[batch]
+        length, offset = self.steps.key_range(gmem.kv_lengths[batch], offset)
         end = lax.clamp(jnp.int32(0), offset + self.query(block)[0] + 1, length)
         count, first = lax.div(end + (KEYS - 1), jnp.int32(KEYS)), jnp.int32(0)
         if self.splits:

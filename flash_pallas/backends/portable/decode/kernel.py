@@ -145,11 +145,11 @@ class DecodeKernel(Kernel):
         parts, part = tiling.value_parts(self.problem), None
         if parts > 1:
             tile, part = lax.div(tile, jnp.int32(parts)), lax.rem(tile, jnp.int32(parts))
-        room, offset = jnp.int32(self.problem.kv_len), gmem.q_offset
         own = (batch, head) if self.problem.of_heads else batch
-        length = lax.clamp(jnp.int32(0), gmem.kv_lengths[own], room)
+        offset = None if gmem.q_offset is None else gmem.q_offset[batch]
+        length, position = self.problem.key_range(gmem.kv_lengths[own], offset)
         bounds = gmem.kv_starts, gmem.window_left
-        mask, start = self.problem.lower_bound(*bounds, batch, length)
+        mask, start = self.problem.lower_bound(*bounds, batch, (length, position))
         return DecodeCta(
             gmem=gmem,
             out=out,
@@ -159,7 +159,7 @@ class DecodeKernel(Kernel):
             first_row=tile * self.blocks.rows,
             split=split,
             length=length,
-            position=length - self.problem.q_len if offset is None else offset[batch],
+            position=position,
             mask=mask,
             start=start,
             part=part,
