@@ -30,6 +30,7 @@ SHARED = (
     *("starts_of_int8", "starts_of_float8", "int8", "int8_unscaled", "float8", "shared_int8"),
     *("float8_pages_of_64", "starts_of_float8_as_rows", "drafts_of_int8"),
     *("drafts", "drafts_of_64", "drafts_in_windows", "drafts_in_tiles", "drafts_wide"),
+    *("without_room", "drafts_without_room"),
     *("wide_512", "latent", "latent_pages_of_16", "wide_modifiers", "wide_starts", "wide_values"),
     *("wide_int8", "wide_float8_as_rows", "shared_latent_float8"),
 )
