@@ -11,7 +11,7 @@ WORKERS ?= 2
 # test, and the others have no cores for kernels that are compiled ahead.
 GPU_ENV := FLASH_PALLAS_COMPILE_AHEAD=0 XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering test-gpu test-gpus fuzz-gpu sanitize-gpu bench docs clean
+.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering coverage-check test-gpu test-gpus fuzz-gpu coverage-gpu sanitize-gpu bench docs clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
@@ -30,6 +30,8 @@ help:
 	@echo "                    file names, to which it adds those that pass"
 	@echo "make test-gpus      the tests that need two or four of them"
 	@echo "make fuzz-gpu       random calls of every function against float64: COUNT=1500 SEED=1"
+	@echo "make coverage-gpu   every kernel that a backend can choose, against float64; 20 minutes"
+	@echo "make coverage-check which kernels have changed since they ran on a GPU; needs none"
 	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
 	@echo "make docs           the site, in build/site; with Chromium installed, a look at every page"
@@ -123,6 +125,14 @@ test-gpu:
 test-gpus:
 	@$(SETUP) dev cuda13
 	FLASH_PALLAS_TEST_GPU=several $(GPU_ENV) $(PY) -m pytest tests/test_gpus.py -q -p no:benchmark
+
+coverage-gpu:
+	@$(SETUP) dev cuda13
+	$(PY) -m flash_pallas.coverage --out benchmarks/results/gpu_coverage.json $(if $(MINUTES),--minutes $(MINUTES))
+
+coverage-check:
+	@$(SETUP) dev
+	$(PY) -m flash_pallas.coverage --check benchmarks/results/gpu_coverage.json
 
 fuzz-gpu:
 	@$(SETUP) dev cuda13

@@ -1,7 +1,9 @@
 """Says whether the package works here: `python -m flash_pallas doctor`.
 
 It prints what is installed, which backend runs what, whether output and gradients of a few calls
-match the oracle, and how long one call takes. The exit status is 1 if something is wrong.
+match the oracle, and how long one call takes. `--full` then runs every kernel that this GPU can
+choose, some thousands, compares each with float64 and writes a report to send to the authors. The
+exit status is 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import jax.numpy as jnp
 from . import conformance
 from ._version import __version__
 from .api import explain, flash_attention
+from .coverage import command as coverage
+from .coverage import run
 from .decode import explain_decode
 
 PACKAGES = ("jax", "jaxlib", "flax")
@@ -191,7 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m flash_pallas doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--full", action="store_true", help="run every kernel; 20 minutes or more")
+    coverage.add_options(parser.add_argument_group("options of --full"))
     given = parser.parse_args(arguments)
+    if given.full:
+        run.prepare()  # before jax takes most of the GPU's memory for this process
     report = examined((lambda line: None) if given.json else partial(print, flush=True))
     findings = report["findings"]
     wrong = sum(not finding.ok for finding in findings)
@@ -200,4 +208,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"ok": not wrong, **report, "findings": told}, indent=1))
     else:
         print(f"{wrong} of {len(findings)} checks are wrong" if wrong else "All is well.")
-    return int(bool(wrong))
+    return int(bool(wrong) or (given.full and not coverage.full(given)))

@@ -41,8 +41,9 @@ RANKS = {
     "nn": 9,
     "integrations": 9,
     "conformance": 9,
-    "doctor": 10,
-    "__main__": 11,
+    "coverage": 10,
+    "doctor": 11,
+    "__main__": 12,
     "compat": 10,
 }
 # The rooms of a kernel's directions know nothing of each other.

@@ -1,0 +1,171 @@
+"""Runs every kernel that a backend can choose on the GPU here, and compares with float64.
+
+python -m flash_pallas.coverage --out benchmarks/results/gpu_coverage.json
+python -m flash_pallas.coverage --check benchmarks/results/gpu_coverage.json   # needs no GPU
+python -m flash_pallas.coverage --list --only "portable-99 decode"
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import run
+from .calls import Row
+from .check import RIGHT, Result
+from .rows import TARGETS, Target, rows
+
+BAR = 30  # columns of a progress bar
+TOLD = 40  # rows that are not right and are printed at the end
+
+
+def parser(program: str, about: str | None) -> argparse.ArgumentParser:
+    """Builds the parser of this command and of `doctor --full`."""
+    found = argparse.ArgumentParser(prog=program, description=about)
+    add_options(found)
+    found.add_argument("--list", action="store_true", help="print the rows and run none")
+    found.add_argument("--check", type=Path, help="compare the digests in this file; needs no GPU")
+    found.add_argument("--target", choices=TARGETS, action="append", help="default: as the GPU is")
+    return found
+
+
+def add_options(found: argparse.ArgumentParser) -> None:
+    """Adds the options that `doctor --full` has too."""
+    found.add_argument("--only", default="", help="rows whose name contains this")
+    found.add_argument("--processes", type=int, default=default_processes(), help="side by side")
+    found.add_argument("--minutes", type=float, default=math.inf, help="then no further row begins")
+    found.add_argument("--out", type=Path, default=Path("gpu_coverage.json"), help="the results")
+
+
+def default_processes() -> int:
+    """Returns one process a core, less two for the driver and this one."""
+    return max(1, min(run.PROCESSES, len(os.sched_getaffinity(0)) - 2))
+
+
+def targets_here() -> dict[str, Target]:
+    """Returns the targets that the GPU here can run.
+
+    One of compute capability 9.0 runs the Hopper kernels, and the portable ones with the tiles of
+    every amount of shared memory; others run the portable kernels as they are on them.
+    """
+    import jax
+
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    if capability == "9.0":
+        return TARGETS
+    if device.platform != "gpu":
+        raise SystemExit("there is no GPU here: --list and --check need none, with --target")
+    sms = getattr(device, "core_count", None) or 108
+    return {f"portable-{capability}": Target("portable", capability, sms)}
+
+
+def over(
+    wanted: Sequence[Row],
+    targets: dict[str, Target],
+    given: argparse.Namespace,
+) -> dict[str, list[Any]]:
+    """Runs rows and writes the file of results; returns what it has."""
+    before, begin = run.read(given.out), time.monotonic()
+    run.prepare()
+    with run.lines_of(given.out).open("a") as lines:
+
+        def report(result: Result) -> None:
+            lines.write(json.dumps(dataclasses.asdict(result)) + "\n")
+            lines.flush()
+            done[0] += 1
+            if result.verdict != RIGHT:
+                print(f"\n{result.verdict.upper()} {result.key}: {result.why}")
+            part = (done[0] + work.unchanged) / len(wanted)
+            bar = "#" * round(BAR * part)
+            minutes = (time.monotonic() - begin) / 60.0
+            print(f"\r[{bar:<{BAR}}] {part:4.0%} {minutes:5.1f} min", end="", flush=True)
+
+        done = [0]
+        until = begin + 60.0 * given.minutes
+        work = run.Run(targets, before, report, given.processes, until)
+        work.over(wanted)
+    print()
+    found = run.read(given.out)
+    if not given.only:  # rows that are no more
+        found = {key: found[key] for key in (row.key for row in wanted) if key in found}
+    run.write(given.out, found, run.provenance() | {"commit": commit()})
+    missing = sum(row.key not in found for row in wanted)
+    print(f"{len(found)} rows: {run.counts(found)}; {missing} of the list have not run yet")
+    return found
+
+
+def full(given: argparse.Namespace) -> bool:
+    """Runs every kernel that this GPU can choose, for `doctor --full`; returns if all are right."""
+    targets = targets_here()
+    wanted = [row for row in rows(targets) if given.only in row.key]
+    found = over(wanted, targets, given)
+    print(f"attach {given.out} to an issue of flash_pallas, so that this GPU is known to work")
+    return all(entry[-1] == RIGHT for entry in found.values())
+
+
+def commit() -> str | None:
+    """Returns FLASH_PALLAS_COMMIT where it is set, else git's commit; None where there is none."""
+    if named := os.environ.get("FLASH_PALLAS_COMMIT"):
+        return named
+    folder = Path(__file__).parent
+    if not (folder.parents[1] / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or None
+
+
+def older(path: Path, wanted: Sequence[Row], processes: int) -> list[str]:
+    """Lists the rows that have not run, were not right, or whose kernels have changed since."""
+    found = run.read(path)
+    named = [row for row in wanted if found.get(row.key, [""])[-1] == RIGHT]
+    missing = [f"{row.key}: has not run" for row in wanted if row not in set(named)]
+    apart = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, apart) as pool:
+        digests = list(pool.map(_digest, named, chunksize=8))
+    changed = zip(named, digests, strict=True)
+    return missing + [f"{r.key}: {d}" for r, d in changed if d != found[r.key][0]]
+
+
+def _digest(row: Row) -> str:
+    from . import check
+
+    return check.digest(row, TARGETS[row.target])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 1 if a row is not right."""
+    given = parser("python -m flash_pallas.coverage", __doc__).parse_args(arguments)
+    named = {name: TARGETS[name] for name in given.target or ()}
+    needs_none = given.list or given.check
+    run.prepare()
+    targets = named or (TARGETS if needs_none else targets_here())
+    wanted = [row for row in rows(targets) if given.only in row.key]
+    if given.list:
+        print("\n".join(row.key for row in wanted))
+        print(f"{len(wanted)} rows", file=sys.stderr)
+        return 0
+    if given.check:
+        faults = older(given.check, wanted, given.processes)
+        print(
+            "\n".join([*faults[:TOLD], f"{len(faults)} of {len(wanted)} rows are not up to date"])
+        )
+        return int(bool(faults))
+    found = over(wanted, targets, given)
+    return int(any(entry[-1] != RIGHT for entry in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

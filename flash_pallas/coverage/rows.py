@@ -1,0 +1,333 @@
+"""The list of calls, chosen by the tile sizes that the backends answer with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..backends.base import Backend
+from ..backends.hopper import HopperBackend
+from ..backends.portable import PortableBackend
+from ..frontend import dispatch
+from . import calls
+from .calls import Row
+
+KB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU whose kernels are run, on itself or on one that has more.
+
+    Attributes:
+        backend: name of the backend.
+        capability: compute capability that tile sizes are chosen for.
+        num_sms: number of SMs, likewise.
+        interpret: run under the interpreter, on a CPU.
+    """
+
+    backend: str
+    capability: str
+    num_sms: int
+    interpret: bool = False
+
+    def make(self) -> Backend:
+        """Returns the backend of this GPU."""
+        kind = HopperBackend if self.backend == "hopper" else PortableBackend
+        return kind(self.interpret, capability=self.capability, num_sms=self.num_sms)
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[Backend]:
+        """Makes calls of backend=self.backend run this one."""
+        before, made = dispatch.BACKENDS[self.backend], self.make()
+        dispatch.BACKENDS[self.backend] = made
+        dispatch.forget_tiles()
+        try:
+            yield made
+        finally:
+            dispatch.BACKENDS[self.backend] = before
+            dispatch.forget_tiles()
+
+
+# Kilobytes of shared memory decide which tiles the portable kernels have: H200, A100, and L40S and
+# RTX 4090.
+TARGETS = {
+    "hopper": Target("hopper", "9.0", 132),
+    "portable-227": Target("portable", "9.0", 132),
+    "portable-163": Target("portable", "8.0", 108),
+    "portable-99": Target("portable", "8.9", 142),
+}
+
+
+# --- What a row runs ------------------------------------------------------------------------------
+
+
+BASE = 64  # head dim of the call whose problem others are derived from
+
+
+@functools.cache
+def _base(row: Row) -> Any:
+    return calls.explained(row, "xla").problem
+
+
+def problem_of(row: Row) -> Any:
+    """Returns the problem that a backend is asked about."""
+    plain = dataclasses.replace(
+        row, target="", wanted="output", head_dim=BASE, v_head_dim=min(BASE, row.v_head_dim)
+    )
+    sizes = {"head_dim": row.head_dim, "v_head_dim": row.v_head_dim}
+    found, scale = _base(plain), row.head_dim**-0.5
+    if row.function == "ragged":
+        return dataclasses.replace(found, steps=_resized(found.steps, sizes, scale))
+    return _resized(found, sizes, scale)
+
+
+def _resized(problem: Any, sizes: dict[str, int], scale: float) -> Any:
+    spec = dataclasses.replace(problem.spec, scale=scale)
+    if getattr(spec, "v_columns", None) is not None:
+        spec = dataclasses.replace(spec, v_columns=sizes["v_head_dim"])
+    return dataclasses.replace(problem, spec=spec, **sizes)
+
+
+@functools.cache
+def plan(row: Row, target: Target) -> Any:
+    """Returns the tile sizes of every kernel that a row runs; None if the backend has none."""
+    if "values in keys" in row.options and row.v_head_dim > row.head_dim:
+        return None
+    backend, problem = target.make(), problem_of(row)
+    if row.function == "decode":
+        refused = backend.unsupported_decode(problem)
+        return None if refused else backend.decode_blocks(problem)
+    if row.function == "ragged":
+        if backend.unsupported_ragged(problem):
+            return None
+        blocks = backend.ragged_blocks(problem)
+        return blocks if blocks.chunks_on == backend.name else blocks.steps
+    if backend.unsupported(problem):
+        return None
+    blocks = backend.blocks(problem, None)
+    if row.wanted == "gradient":
+        return blocks
+    moves = frozenset(calls.moving(row, calls.recipes(row)))
+    moves = frozenset("score_params" if name == "strength" else name for name in moves)
+    if row.wanted == "hessian":
+        runs = backend.pushes_backward(problem, moves, moves)
+    else:
+        runs = backend.pushes(problem, blocks, moves, primal=row.wanted == "tangents")
+    tiles = blocks.backward if row.wanted == "hessian" else blocks.forward
+    return (row.wanted, tiles) if runs else None
+
+
+# --- Head dims ------------------------------------------------------------------------------------
+
+NARROW = tuple(range(8, 257, 8))
+WIDE = tuple(range(264, 577, 8))
+PAIRS = (
+    *((192, 128), (128, 64), (64, 128), (96, 64), (40, 72), (256, 128), (128, 256), (64, 256)),
+    *((320, 256), (512, 128), (264, 24), (24, 264), (128, 512), (576, 512)),
+)
+DECODE_PAIRS = (*PAIRS, (576, 256), (576, 64), (192, 512))
+HALVES = ("bfloat16", "float16")
+# Where options are tried one by one: sizes that kernels have and such that they fill up. On the
+# second and third portable GPU, whose tiles are mostly those of the first, fewer.
+SOME = (64, 96, 128, 136, 192, 256, 264, 384, 512, 576)
+FEW = (64, 128, 192, 256, 512, 576)
+OTHERS = ("portable-163", "portable-99")
+
+# --- Options --------------------------------------------------------------------------------------
+
+EVERYTHING = (
+    *("causal", "window", "softcap", "bias", "mask", "ALiBi", "sinks", "dropout", "segments"),
+    *("lengths", "traced offset", "score_mod", "mask_mod", "GQA"),
+)
+LISTED = (*(name for name in EVERYTHING if name != "traced offset"), "lists")
+ALONE = (
+    *EVERYTHING,
+    *("lists", "positions", "traced window", "float32 bias", "shared bias", "bias of keys"),
+    *("bias of queries", "bias without gradient", "mask of keys", "causal at an offset"),
+    *("few queries", "whole tiles"),
+)
+# What often comes together, and has tiles or loops of its own.
+TOGETHER = (
+    ("causal", "GQA"),
+    ("causal", "window"),
+    ("causal", "whole tiles"),
+    ("causal", "lists"),
+    ("lists", "mask_mod"),
+    ("causal", "bias"),
+    ("causal", "dropout"),
+    ("causal", "segments"),
+    ("softcap", "causal", "window"),
+    ("bias", "mask"),
+    ("segments", "positions"),
+)
+# Of tangents, which have the loops of the forward.
+MOVED = (
+    *("causal", "window", "softcap", "bias", "mask", "ALiBi", "sinks", "dropout", "segments"),
+    *("lengths", "score_mod", "mask_mod", "GQA", "lists", "few queries", "whole tiles"),
+)
+VARLEN = (
+    *("causal", "window", "softcap", "ALiBi", "sinks", "dropout", "score_mod", "mask_mod", "GQA"),
+    *("bias", "mask", "other keys"),
+)
+DECODE = (
+    *("window", "traced window", "softcap", "sinks", "ALiBi", "starts", "traced offset"),
+    *("three splits", "pages of 16", "pages of 64", "pages of 128", "pages of 256", "24 rows"),
+    *("96 rows", "values in keys", "blocks"),
+)
+DECODE_TOGETHER = (
+    ("24 rows", "drafts"),
+    ("24 rows", "drafts", "traced window", "ALiBi"),
+    ("96 rows", "drafts", "window"),
+    ("pages of 64", "blocks"),
+    ("pages of 64", "shared prefix"),
+    ("24 rows", "pages of 16", "shared prefix"),
+    ("values in keys", "64 heads"),
+    ("values in keys", "64 heads", "pages of 64", "sinks"),
+    ("values in keys", "24 rows", "pages of 64"),
+    ("24 rows", "window", "starts"),
+)
+SCALED = (
+    ("scales",),
+    ("scales of rows",),
+    ("pages of 64", "scales of rows"),
+    ("24 rows", "pages of 64", "scales of rows"),
+    ("96 rows", "pages of 64", "scales"),
+    ("values in keys", "scales"),
+)
+# By the number of rows; pages in one of them.
+DECODE_ALL = ("traced window", "softcap", "sinks", "ALiBi", "starts", "three splits")
+RAGGED = (
+    *("window", "traced window", "softcap", "sinks", "ALiBi", "starts", "three splits"),
+    *("steps of 4", "values in keys", "shared prefix"),
+)
+RAGGED_ALL = ("traced window", "softcap", "sinks", "ALiBi", "starts")
+
+
+# --- The list -------------------------------------------------------------------------------------
+
+
+def rows(targets: dict[str, Target]) -> list[Row]:
+    """Returns every row of these targets, what matters most first.
+
+    Of portable targets with the same tiles for a call, the first has the row.
+    """
+    found: dict[Row, None] = {}
+    seen = set()
+    for name, target in targets.items():
+        for row in _of_target(name, target):
+            tiles = plan(row, target)
+            if tiles is None:
+                continue
+            same = dataclasses.replace(row, target=target.backend), tiles
+            if same not in seen:
+                seen.add(same)
+                found[row] = None
+    return sorted(found, key=_priority)
+
+
+def _priority(row: Row) -> int:
+    """Returns a small number for what is run first: decoding, then what is plain."""
+    return 0 if row.function == "decode" else 1 if not row.options else 2
+
+
+def _of_target(name: str, target: Target) -> Iterator[Row]:
+    for make in (_decodes, _ragged, _gradients, _tangents, _varlen):
+        yield from make(name, target)
+
+
+def _by_plan(target: Target, rows: Iterable[Row]) -> Iterator[Row]:
+    """Yields one of these rows for each plan: the last."""
+    chosen = {plan(row, target): row for row in rows}
+    chosen.pop(None, None)
+    yield from chosen.values()
+
+
+def _at(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
+    return [dataclasses.replace(row, options=options) for row in rows]
+
+
+def _some(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
+    found = []
+    for row in _at(rows, options):
+        dims = FEW if row.target in OTHERS else SOME
+        if row.head_dim in dims and row.v_head_dim == min(row.head_dim, 512):
+            found.append(row)
+    return found
+
+
+def _gradients(name: str, target: Target) -> Iterator[Row]:
+    dims = [(h, h) for h in (*NARROW, *WIDE)]
+    of = lambda dtype, pairs: [Row(name, "attention", "gradient", *p, dtype) for p in pairs]
+    for dtype in (*HALVES, "float32"):
+        every = of(dtype, (*dims, *PAIRS))
+        if dtype == "float16":
+            for options in ((), EVERYTHING):
+                yield from _by_plan(target, _at(every, options))
+            continue
+        for options in ((), EVERYTHING):
+            yield from _at(every, options)
+        if dtype == "float32":
+            continue
+        others = name in OTHERS
+        exact = _at(every, ("deterministic",))
+        yield from _by_plan(target, exact) if others else exact
+        more = [*((x,) for x in ALONE), LISTED, (*EVERYTHING, "deterministic")]
+        for options in more if others else (*more, *TOGETHER, ("deterministic", "causal")):
+            yield from _by_plan(target, _some(every, options))
+
+
+def _tangents(name: str, target: Target) -> Iterator[Row]:
+    for wanted in ("tangents", "linear", "hessian"):
+        every = [Row(name, "attention", wanted, h, h, "bfloat16") for h in NARROW]
+        yield from every
+        others = [Row(name, "attention", wanted, *pair, "bfloat16") for pair in PAIRS]
+        yield from others
+        halves = [dataclasses.replace(row, dtype="float16") for row in every]
+        yield from _by_plan(target, halves)
+        for options in (*((x,) for x in MOVED), EVERYTHING, LISTED):
+            yield from _by_plan(target, _some(every, options))
+
+
+def _varlen(name: str, target: Target) -> Iterator[Row]:
+    every = [Row(name, "varlen", "gradient", h, h, "bfloat16") for h in (*NARROW, *WIDE)]
+    for options in ((), ("causal",), *((x,) for x in VARLEN), VARLEN):
+        yield from _by_plan(target, _some(every, options))
+
+
+def _decodes(name: str, target: Target) -> Iterator[Row]:
+    dims = [(h, min(h, 512)) for h in (*NARROW, *WIDE)]
+    of = lambda dtype: [Row(name, "decode", "output", *p, dtype) for p in (*dims, *DECODE_PAIRS)]
+    every, halves = of("bfloat16"), of("float16")
+    more = ("24 rows", "pages of 64")
+    for options in ((), (*more, *DECODE_ALL)):
+        yield from _at(every, options)
+        yield from _by_plan(target, _at(halves, options))
+    for options in (*((x,) for x in DECODE), *DECODE_TOGETHER, (*DECODE_ALL, "values in keys")):
+        yield from _by_plan(target, _some(every, options))
+    for cache in calls.EIGHT_BITS:
+        yield from _at(every, (cache,))
+        yield from _at(every, (cache, *more, "scales of rows", *DECODE_ALL))
+        tried = [*SCALED, *((x,) for x in DECODE), *DECODE_TOGETHER]
+        for options in tried if cache == "int8" else SCALED:
+            yield from _by_plan(target, _some(every, (cache, *options)))
+        for options in ((), ("24 rows", "scales")):
+            yield from _by_plan(target, _some(halves, (cache, *options)))
+
+
+def _ragged(name: str, target: Target) -> Iterator[Row]:
+    dims = [(h, min(h, 512)) for h in (*NARROW, *WIDE)]
+    every = [Row(name, "ragged", "output", *p, "bfloat16") for p in (*dims, *DECODE_PAIRS)]
+    pages = ("pages of 64",)
+    if target.backend == "hopper":
+        yield from _at(every, (*pages, *RAGGED_ALL))
+    for options in ((), *((x,) for x in RAGGED), RAGGED_ALL):
+        yield from _by_plan(target, _some(every, (*pages, *options)))
+    for options in ((), ("scales",), ("scales of rows",), (*RAGGED_ALL, "scales")):
+        for cache in calls.EIGHT_BITS:
+            yield from _by_plan(target, _some(every, (*pages, cache, *options)))
+    for size in (16, 128, 256):
+        yield from _by_plan(target, _some(every, (f"pages of {size}",)))

@@ -1,0 +1,226 @@
+"""Runs rows in processes that are watched.
+
+A row that takes too long, or ends its process, costs that process and nothing else. Results are
+appended to a file of lines as they come, so that a run that ends early goes on where it stopped:
+rows whose kernels have not changed since are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .._version import __version__
+from .calls import Row
+from .check import FAILS, HANGS, RIGHT, WRONG, Result
+from .rows import Target
+
+LIMIT = 120.0  # seconds of a row, most of which its compilation takes
+START = 120.0  # seconds in which a process is ready
+ROWS_HELD = 16  # whose compiled programs a process keeps
+PROCESSES = 14
+# Set before jax is imported: several processes share a GPU, and each has a core.
+ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "FLASH_PALLAS_COMPILE_AHEAD": "0",
+    "FLASH_PALLAS_CACHE_DIR": os.path.join(os.sep, "dev", "null"),  # no tiles of the user's own
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+XLA_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_force_compilation_parallelism=1"
+
+
+# --- A process that runs rows ---------------------------------------------------------------------
+
+
+def serve(connection) -> None:
+    """Runs rows as they come: receives (row, target, digest before) and sends a Result or None.
+
+    None says that the row has run before, with the same kernels.
+    """
+    import jax
+
+    from . import check
+
+    connection.send("ready")
+    for count in range(1, sys.maxsize):
+        row, target, before = connection.recv()
+        if row is None:
+            return
+        try:
+            known = before is not None and check.digest(row, target) == before
+            found = None if known else check.run(row, target)
+        except Exception as error:  # whatever stage it comes from, the row has not run
+            text = f"{type(error).__name__}: {error}".strip()[:300]
+            found = Result(row.key, "", FAILS, None, text)
+        connection.send(found)
+        if count % ROWS_HELD == 0:
+            jax.clear_caches()
+
+
+class Worker:
+    """A process that runs rows, and the row that it is at."""
+
+    def __init__(self):
+        apart = multiprocessing.get_context("spawn")
+        self.connection, other = apart.Pipe()
+        self.process = apart.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.row: Row | None = None
+        self.ready, self.until = False, time.monotonic() + START
+
+    def give(self, row: Row, target: Target, before: str | None) -> None:
+        """Hands it the next row."""
+        self.connection.send((row, target, before))
+        self.row, self.until = row, time.monotonic() + LIMIT
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+# --- The run --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Run:
+    """A run over a list of rows.
+
+    Attributes:
+        targets: by name.
+        before: results by key of an earlier run.
+        report: is told each new Result.
+        processes: number of processes.
+        until: time (of time.monotonic) after which no row begins.
+        unchanged: number of rows that need not run.
+    """
+
+    targets: dict[str, Target]
+    before: dict[str, list[Any]]
+    report: Callable[[Result], None]
+    processes: int = PROCESSES
+    until: float = math.inf
+    unchanged: int = 0
+
+    def over(self, rows: Iterable[Row]) -> None:
+        """Runs the rows, or as many as there is time for."""
+        left = list(rows)[::-1]
+        workers = [Worker() for _ in range(min(self.processes, len(left)))]
+        try:
+            while left or any(worker.row is not None for worker in workers):
+                workers = [self._looked_after(worker) for worker in workers]
+                idle = [w for w in workers if w.ready and w.row is None]
+                if time.monotonic() >= self.until:
+                    left.clear()
+                for worker in idle[: len(left)]:
+                    row = left.pop()
+                    found = self.before.get(row.key)
+                    digest = found[0] if found and found[-1] == RIGHT else None
+                    worker.give(row, self.targets[row.target], digest)
+                multiprocessing.connection.wait([w.connection for w in workers], timeout=0.5)
+        finally:
+            for worker in workers:
+                worker.end()
+
+    def _looked_after(self, worker: Worker) -> Worker:
+        """Takes what a worker has found; returns it, or another one where it had to end."""
+        try:
+            told = worker.connection.recv() if worker.connection.poll() else ""
+        except (EOFError, OSError):
+            return self._instead(worker, "ended its process")
+        if told == "ready":
+            worker.ready = True
+        elif told == "" and (worker.row or not worker.ready):
+            if time.monotonic() > worker.until:
+                return self._instead(worker, f"took more than {LIMIT:.0f} s")
+        elif told is None:
+            self.unchanged, worker.row = self.unchanged + 1, None
+        elif isinstance(told, Result):
+            self.report(told)
+            worker.row = None
+            if told.verdict == FAILS:  # its device may be of no use any more
+                worker.end()
+                return Worker()
+        return worker
+
+    def _instead(self, worker: Worker, why: str) -> Worker:
+        """Ends a worker that is stuck or gone; returns another one."""
+        worker.end()
+        if not worker.ready:
+            raise RuntimeError(f"a process {why} before it ran anything: is the GPU in use?")
+        if worker.row is not None:
+            self.report(Result(worker.row.key, "", HANGS, None, why))
+        return Worker()
+
+
+# --- Results --------------------------------------------------------------------------------------
+
+
+def lines_of(path: Path) -> Path:
+    """Returns the file to which results are appended as they come."""
+    return path.with_suffix(".lines")
+
+
+def read(path: Path) -> dict[str, list[Any]]:
+    """Returns what a file of results and its file of lines have: [digest, error, verdict]."""
+    found = json.loads(path.read_text())["rows"] if path.exists() else {}
+    if lines_of(path).exists():
+        for line in lines_of(path).read_text().splitlines():
+            found |= _entry(Result(**json.loads(line)))
+    return found
+
+
+def _entry(result: Result) -> dict[str, list[Any]]:
+    error = None if result.error is None else float(f"{result.error:.2g}")
+    return {result.key: [result.digest, error, result.verdict]}
+
+
+def write(path: Path, found: dict[str, list[Any]], about: dict[str, Any]) -> None:
+    """Writes a file of results, a row a line, and removes its file of lines."""
+    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found))
+    head = json.dumps(about, indent=1)[:-2]
+    path.write_text(f'{head},\n "rows": {{\n{rows}\n }}\n}}\n')
+    lines_of(path).unlink(missing_ok=True)
+
+
+def counts(found: dict[str, list[Any]]) -> str:
+    """Returns how many rows are right, wrong, hang and fail."""
+    verdicts = [entry[-1] for entry in found.values()]
+    named = (RIGHT, WRONG, HANGS, FAILS)
+    return ", ".join(f"{verdicts.count(name)} {name}" for name in named)
+
+
+def prepare() -> None:
+    """Sets what processes read from the environment before they import jax; so does this one."""
+    os.environ.update(ENVIRONMENT)
+    if XLA_FLAGS not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
+
+
+def provenance() -> dict[str, Any]:
+    """Returns the device, versions and day of a run."""
+    import jax
+    import jaxlib
+
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "capability": getattr(device, "compute_capability", None),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "flash_pallas": __version__,
+        "date": datetime.date.today().isoformat(),
+    }
