@@ -45,6 +45,14 @@ SHARES = (
     (fuzz_serving.caches, 6),
 )
 X64 = 0.25
+# Of the processes. They share the GPU's memory, and all cores compile: a thread for the products of
+# the reference, and no kernels ahead.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "FLASH_PALLAS_COMPILE_AHEAD": "0",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,9 +228,8 @@ def main() -> int:
     parser = fuzzing.parser("gpu_fuzz", __doc__, max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
     arguments = parser.parse_args()
-    # A thread for each process: the reference's products would take all cores from the compilers.
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, "1")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     which = arguments.seed, tuple(arguments.backend)
     figures = functools.partial(summary, *which, time.monotonic())
     found = fuzzing.run(
