@@ -23,6 +23,8 @@ EIGHT_BITS = ("int8", "float8_e4m3fn")
 SOFTCAP, DROPOUT, SEED = 3.0, 0.1, 7
 WINDOW = (150, 60)
 BLOCK = 128  # of a block mask
+# Tiles depend on sizes: those of calls as long as in use are run on short ones. (B, T, K)
+LONG = {"tiles of 4096": (4, 4096, 16), "tiles of 8192": (1, 8192, 2)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +116,8 @@ def sizes_of(row: Row) -> Sizes:
         T = 293
     if "few queries" in has:
         T, S, K = 4, 1104, 1
-    if "whole tiles" in has:
-        T, S = 256, 256
+    if has & {"whole tiles", *LONG}:
+        T, S = 384, 384
     if "GQA" in has:
         N = 3 * K
     return Sizes(1 if row.function == "varlen" else 2, T, S, N, K)

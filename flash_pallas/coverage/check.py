@@ -12,7 +12,7 @@ import numpy as np
 
 from . import calls, digests, expected
 from .calls import Row
-from .rows import Target
+from .rows import Target, override
 
 RIGHT, WRONG, HANGS, FAILS = "right", "wrong", "hangs", "fails"
 
@@ -36,12 +36,15 @@ class Result:
     why: str = ""
 
 
-def program(row: Row, backend: str) -> Callable:
+def program(row: Row, target: Target) -> Callable:
     """Returns the function (moving, others, moves) -> results by name that a row runs."""
+    fixed: dict[str, Any] = {"backend": target.backend}
+    if (blocks := override(row, target)) is not None:
+        fixed["blocks"] = blocks
 
     def outputs(moving, others):
         given, named = calls.arguments(row, others | moving)
-        o, lse = calls.function_of(row)(*given, **named, backend=backend)
+        o, lse = calls.function_of(row)(*given, **named, **fixed)
         return {"o": o, "lse": lse}
 
     def gradient(moving, others, moves):
@@ -103,7 +106,7 @@ def parts(row: Row, arrays, moves) -> tuple[dict, dict, dict]:
 
 def lowered(row: Row, target: Target, *arguments) -> Any:
     """Returns the row's program, lowered for a GPU, be it here or not."""
-    traced = jax.jit(program(row, target.backend)).trace(*arguments)
+    traced = jax.jit(program(row, target)).trace(*arguments)
     return traced if target.interpret else traced.lower(lowering_platforms=("cuda",))
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from ..backends.base import Backend
 from ..backends.hopper import HopperBackend
+from ..backends.hopper.backward.paired.tiles import PairedBlocks
 from ..backends.portable import PortableBackend
 from ..frontend import dispatch
 from . import calls
-from .calls import Row
+from .calls import LONG, Row
 
 KB = 1024
 
@@ -65,6 +66,44 @@ TARGETS = {
 # --- What a row runs ------------------------------------------------------------------------------
 
 
+def override(row: Row, target: Target) -> dict[str, Any] | None:
+    """Returns `blocks` of the call; None where the backend is to choose."""
+    sizes = next((LONG[name] for name in row.options if name in LONG), None)
+    if sizes is None:
+        return None
+    problem, (batch, length, kv_heads) = problem_of(row), sizes
+    heads = kv_heads * problem.group
+    of = lambda shape: (
+        shape
+        and tuple(
+            1 if size == 1 else full
+            for size, full in zip(shape, (batch, heads, length, length), strict=True)
+        )
+    )
+    problem = dataclasses.replace(
+        problem,
+        batch=1 if row.function == "varlen" else batch,
+        q_len=length,
+        kv_len=length,
+        q_heads=heads,
+        kv_heads=kv_heads,
+        bias_shape=of(problem.bias_shape),
+        mask_shape=of(problem.mask_shape),
+    )
+    return by_kernel(target.make().blocks(problem, None))
+
+
+def by_kernel(blocks: Any) -> dict[str, Any]:
+    """Returns the tile sizes of hopper's kernels as `blocks` takes them."""
+    backward = blocks.backward
+    if not hasattr(backward, "block_kv"):
+        parts = vars(backward)  # of several kernels
+    else:
+        parts = {"paired" if isinstance(backward, PairedBlocks) else "fused": backward}
+    whole = {"forward": blocks.forward, **parts}
+    return {name: dataclasses.asdict(tile) for name, tile in whole.items()}
+
+
 BASE = 64  # head dim of the call whose problem others are derived from
 
 
@@ -108,7 +147,10 @@ def plan(row: Row, target: Target) -> Any:
         return blocks if blocks.chunks_on == backend.name else blocks.steps
     if backend.unsupported(problem):
         return None
-    blocks = backend.blocks(problem, None)
+    try:
+        blocks = backend.blocks(problem, override(row, target))
+    except ValueError:  # tiles of a longer call do not fit these lengths
+        return None
     if row.wanted == "gradient":
         return blocks
     moves = frozenset(calls.moving(row, calls.recipes(row)))
@@ -222,7 +264,8 @@ def rows(targets: dict[str, Target]) -> list[Row]:
             tiles = plan(row, target)
             if tiles is None:
                 continue
-            same = dataclasses.replace(row, target=target.backend), tiles
+            options = tuple(name for name in row.options if name not in LONG)
+            same = dataclasses.replace(row, target=target.backend, options=options), tiles
             if same not in seen:
                 seen.add(same)
                 found[row] = None
@@ -250,6 +293,12 @@ def _at(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
     return [dataclasses.replace(row, options=options) for row in rows]
 
 
+def _longer(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
+    """Returns rows with the tiles of longer calls, which portable kernels have anyway."""
+    hopper = [row for row in rows if row.target == "hopper"]
+    return [row for name in LONG for row in _at(hopper, (*options, name))]
+
+
 def _some(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
     found = []
     for row in _at(rows, options):
@@ -270,6 +319,7 @@ def _gradients(name: str, target: Target) -> Iterator[Row]:
             continue
         for options in ((), EVERYTHING):
             yield from _at(every, options)
+            yield from _longer(every, options)
         if dtype == "float32":
             continue
         others = name in OTHERS
@@ -277,7 +327,10 @@ def _gradients(name: str, target: Target) -> Iterator[Row]:
         yield from _by_plan(target, exact) if others else exact
         more = [*((x,) for x in ALONE), LISTED, (*EVERYTHING, "deterministic")]
         for options in more if others else (*more, *TOGETHER, ("deterministic", "causal")):
-            yield from _by_plan(target, _some(every, options))
+            if target.backend == "hopper":
+                yield from _by_plan(target, _longer(_some(every, options), options))
+            else:
+                yield from _by_plan(target, _some(every, options))
 
 
 def _tangents(name: str, target: Target) -> Iterator[Row]:
@@ -296,6 +349,8 @@ def _varlen(name: str, target: Target) -> Iterator[Row]:
     every = [Row(name, "varlen", "gradient", h, h, "bfloat16") for h in (*NARROW, *WIDE)]
     for options in ((), ("causal",), *((x,) for x in VARLEN), VARLEN):
         yield from _by_plan(target, _some(every, options))
+    for options in ((), ("causal",), VARLEN):
+        yield from _by_plan(target, _longer(_some(every, options), options))
 
 
 def _decodes(name: str, target: Target) -> Iterator[Row]:
