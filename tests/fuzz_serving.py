@@ -204,7 +204,8 @@ def decode(draw: Draw, backend: str, *, x64: bool) -> Call:
         dtype = "float32"
     width, of_v = _head_dims(draw, stored)
     shared = of_v <= width and draw.chance(0.2)
-    drafts, blocks = draw.chance(0.2), draw.chance(0.15)
+    drafts = draw.chance(0.2)
+    blocks = not drafts and draw.chance(0.15)
     tokens = draw.one_of((1, 1, 1, 2, 4, 16))
     tokens = 1 if blocks else draw.one_of((2, 4, 16, 40)) if drafts else tokens
     sizes = (batch, room, kv_heads, width, of_v, stored, shared)
@@ -444,7 +445,7 @@ def caches(draw: Draw, backend: str, *, x64: bool) -> Call:
         rows = batch * columns
         table = draw.rng.permutation(rows).reshape(batch, columns).astype(np.int32)
     steps = []
-    lengths = draw.rng.integers(0, room // 2, batch)
+    lengths = draw.rng.integers(0, room + 1 if draw.chance(0.4) else room // 2, batch)
     arrays: dict[str, Any] = {"lengths": lengths.astype(np.int32)}
     shape = (rows, page_size or room, kv_heads, width)
     held = {name: _stored(draw, shape, dtype, stored) for name in "kv"}
@@ -471,12 +472,10 @@ def caches(draw: Draw, backend: str, *, x64: bool) -> Call:
                     for name in "kv":
                         x = new[f"{name}{number}"][b, t]
                         held[name][at] = _quantised(x, scales.get(f"{name}_scale"), stored)
-        whole = np.minimum(lengths + tokens, room)
+        whole = lengths + tokens  # those without room count
         cache = _Cache({n: x.copy() for n, x in held.items()} | scales, table, {}, width)
-        steps.append((cache, whole, lengths.copy(), tokens))
-        lengths = np.maximum(whole - back, 0)
-        if (lengths + 7 > room).any():
-            break
+        steps.append((cache, np.minimum(whole, room), lengths, tokens))
+        lengths = whole - back
     options = {"window": draw.one_of((None, 20))}
     expected = functools.partial(_of_caches, arrays, options, steps)
     program = functools.partial(_cache_program, options, len(steps))
