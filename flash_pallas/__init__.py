@@ -16,6 +16,7 @@ from .core.block_mask import BlockMask as BlockMask
 from .core.rope import apply_rope as apply_rope
 from .decode import explain_decode as explain_decode
 from .decode import flash_decode as flash_decode
+from .devices import target as target
 from .frontend.dispatch import Explanation as Explanation
 from .ragged import explain_ragged as explain_ragged
 from .ragged import ragged_paged_attention as ragged_paged_attention
@@ -49,4 +50,5 @@ __all__ = [
     "gather_pages",
     "ragged_paged_attention",
     "save_attention",
+    "target",
 ]

@@ -17,9 +17,8 @@ from flash_pallas.backends.hopper.backward.launch import SplitBlocks
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
+from flash_pallas.devices import DEVICES, device_of
 from flash_pallas.frontend import dispatch
-
-from .compile_check.device import TARGETS
 
 Q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
 
@@ -38,7 +37,7 @@ class Picky(XlaBackend):
 @pytest.fixture
 def registry(monkeypatch):
     def install(reason):
-        backends = {"picky": Picky(reason), "xla": XlaBackend()}
+        backends = {"picky": Picky(reason=reason), "xla": XlaBackend()}
         monkeypatch.setattr(dispatch, "BACKENDS", backends)
         dispatch._log_once.cache_clear()
 
@@ -80,7 +79,13 @@ def test_passing_over_is_logged_once_and_only_on_a_gpu(registry, monkeypatch, ca
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for _ in range(3):
         dispatch.select(problem(), "auto")
-    assert [r.message for r in caplog.records] == ["backend 'picky' was passed over: it is Monday"]
+    passed, warned = caplog.records
+    assert passed.message == "backend 'picky' was passed over: it is Monday"
+    assert passed.levelno == logging.INFO and warned.levelno == logging.WARNING
+    assert warned.message == (
+        "attention in bfloat16 runs as blockwise jnp on this GPU, which is slow: 'picky' it is "
+        "Monday"
+    )
 
 
 def test_a_mask_mod_that_skips_nothing_is_logged_once(caplog):
@@ -162,6 +167,36 @@ def test_which_gpus_the_kernels_take(capability, chosen, hopper, portable, monke
         found = dispatch.BACKENDS[name].unsupported(described)
         assert (found is None) == (reason is None) and (reason or "") in (found or "")
     assert dispatch.select(described, "auto").name == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "way_out"),
+    [
+        ("8.0", "float32", "'portable' takes bfloat16 and float16, not float32: cast q, k and v"),
+        ("9.0", "float64", "'hopper' takes bfloat16, float16 and float32, not float64: cast q, k"),
+        ("10.0", "float32", "'portable' takes bfloat16 and float16, not float32: cast q, k and v"),
+        ("8.0", "bfloat16", None),
+        ("9.0", "float32", None),
+    ],
+)
+def test_jnp_on_a_gpu_is_a_warning_with_the_way_out(
+    capability, dtype, way_out, monkeypatch, caplog
+):
+    device = types.SimpleNamespace(compute_capability=capability)
+    shapes = problem()
+    described = dataclasses.replace(shapes, dtype=jnp.dtype(dtype))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    dispatch._log_once.cache_clear()
+    for _ in range(3):
+        dispatch.select(described, "auto")
+        dispatch.select(described, "auto", platform="cpu")  # arrays that were put there
+        dispatch.select(described, "xla")
+    warned = [x.message for x in caplog.records if x.levelno == logging.WARNING]
+    assert len(warned) == (way_out is not None)
+    for message in warned:
+        assert way_out in message and "compute capability" not in message
+        assert f"attention in {dtype} runs as blockwise jnp" in message and "Flax" in message
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -255,7 +290,7 @@ ELSEWHERE = {"h100": "hopper", "h200": "hopper", "a100": "portable", "b200": "cu
 @pytest.mark.parametrize(("name", "backend"), ELSEWHERE.items())
 def test_explain_answers_for_a_gpu_that_is_not_here(name, backend):
     found = fp.explain(SHAPE, SHAPE, SHAPE, causal=True, gpu=name)
-    assert found.backend == backend and found.gpu == dispatch.DEVICES[name].kind
+    assert found.backend == backend and found.gpu == DEVICES[name].kind
     assert f", on {found.gpu}\n" in str(found)
     if backend != "hopper":
         assert found.reasons["hopper"].startswith("needs compute capability 9.0 (H100, H200); this")
@@ -285,17 +320,9 @@ def test_explain_elsewhere_reads_the_tables_of_that_device(monkeypatch, tmp_path
 
 def test_gpus_are_known_by_any_spelling_of_their_name():
     for name in ("rtx5090", "RTX 5090", "RTX-5090", "NVIDIA GeForce RTX 5090"):
-        assert dispatch.device_of(name) is dispatch.DEVICES["rtx5090"]
+        assert device_of(name) is DEVICES["rtx5090"]
     with pytest.raises(TypeError, match=r'gpu must be the name of a GPU, as in "H100", got 90'):
         fp.explain(Q, Q, Q, gpu=90)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_explain_knows_the_gpus_that_kernels_are_compiled_for(name):
-    target, device = TARGETS[name], dispatch.DEVICES[name]
-    assert device.capability == f"{target.major}.{target.minor}"
-    assert device.sms == target.multiprocessors
-    assert device.kind.startswith(target.name)
 
 
 def test_explain_of_an_unknown_gpu():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import types
+from pathlib import Path
 
 import jax
 import pytest
 
 import flash_pallas as fp
-from flash_pallas import __main__, conformance, doctor
+from flash_pallas import __main__, conformance, devices, doctor
 
 VERSIONS = {"python": "3.12", "jax": "0.11.2", "jaxlib": "0.11.2"}
 PLUGIN = {"jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2"}
@@ -96,7 +98,7 @@ def test_the_report(monkeypatch, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["versions"]["flash_pallas"] == fp.__version__
     assert set(report["runs"].values()) == {"xla"} and report["timing"]["ms"] > 0.0
-    assert "wall time" in report["timing"]["measured"]
+    assert "device time" in report["timing"]["measured"] and report["timing"]["published"] is None
     assert [x["name"] for x in report["findings"]][-1] == "smoke test, window"
 
 
@@ -129,6 +131,38 @@ def test_no_device_at_all(monkeypatch, capsys):
     monkeypatch.setattr(jax, "devices", none)
     assert doctor.main([]) == 1
     assert "JAX has none: Unable to initialize backend 'cuda'\n" in capsys.readouterr().out
+
+
+CELL = {
+    **{"batch": 4, "q_len": 4096, "q_heads": 16, "kv_heads": 16, "head_dim": 128, "causal": True},
+    **{"direction": "forward", "provider": "flash_pallas"},
+}
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def test_published_speeds_are_those_of_the_results():
+    found = {}
+    for path in (RESULTS / "h200.json", RESULTS / "h100.json"):
+        results = json.loads(path.read_text())
+        (row,) = (x for x in results["rows"] if x.items() >= CELL.items())
+        found[results["device"]] = round(row["tflops"])
+    published = {x.kind: x.tflops for x in devices.DEVICES.values() if x.tflops is not None}
+    assert published == found
+
+
+def test_the_time_of_a_call_has_nothing_of_the_host(monkeypatch):
+    """Checks that neither what a program costs besides its calls counts, nor an outlier."""
+    late = [9.0, 0.0, 5.0, 0.0, 3.0, 0.0, 0.0, 1.0]
+    ends = [7.0 + 0.25 * calls + (calls == 2) * each for each in late for calls in (1, 2)]
+    clock = iter([x for end in ends for x in (0.0, end)])
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
+    assert doctor.timing()["ms"] == 250.0
+
+
+def test_the_published_speed_is_told(monkeypatch):
+    h200 = types.SimpleNamespace(device_kind="NVIDIA H200", platform="cpu")
+    monkeypatch.setattr(jax, "devices", lambda: [h200])
+    assert doctor.timing()["published"] == 643
 
 
 def test_smoke_cases_exist():

@@ -14,6 +14,7 @@ from flash_pallas.backends.portable.tiling import FusedSizes, PortableBlocks, Sp
 from flash_pallas.core.block_lists import BlockLists
 from flash_pallas.core.mask import BlockRange, Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
+from flash_pallas.devices import GENERATIONS
 
 ANYWHERE = PortableBackend(interpret=True, capability="8.6")
 
@@ -31,7 +32,7 @@ def kernels(found: PortableBlocks):
     return {"forward": found.forward, "dkv": found.backward.dkv, "dq": found.backward.dq}
 
 
-@pytest.mark.parametrize("capability", tiling.SHARED_MEMORY)
+@pytest.mark.parametrize("capability", GENERATIONS)
 @pytest.mark.parametrize("head_dims", [(8, 8), (64, 64), (72, 40), (128, 128), (192, 128),
                                        (64, 256), (256, 256), (288, 288), (328, 64),
                                        (64, 400), (512, 512)])  # fmt: skip
@@ -41,7 +42,7 @@ def test_tiles_fit(capability, head_dims, deterministic):
     found = PortableBackend(interpret=True, capability=capability).blocks(described, None)
     for name, tile in kernels(found).items():
         size = tiling.bytes_of(name, tile, described)
-        assert size <= tiling.SHARED_MEMORY[capability] - tiling.RESERVED
+        assert size <= tiling.memory_of(capability) - tiling.RESERVED
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from flax import linen, nnx
 
 import flash_pallas as fp
-from flash_pallas import api, cache, decode, ragged, tuning
+from flash_pallas import api, cache, decode, devices, ragged, tuning
 from flash_pallas.core import block_mask, rope
 from flash_pallas.frontend import dispatch, validate
 from flash_pallas.parallel import context, layout, setting
@@ -44,6 +44,7 @@ NAMES = [
     "gather_pages",
     "ragged_paged_attention",
     "save_attention",
+    "target",
 ]
 DELEGATING = ["autotune", "explain", "flash_attention_with_lse", "flash_attention_with_max_logit"]
 FUNCTIONS = [
@@ -90,6 +91,7 @@ EXAMPLES = [
     (cache, 15),
     (context, 4),
     (decode, 8),
+    (devices, 6),
     (layout, 8),
     (ragged, 9),
     (rope, 3),

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -23,11 +23,13 @@ from ..backends.cudnn import OLDEST as OLDEST_CUDNN
 from ..backends.cudnn import CudnnBackend
 from ..backends.hopper import HopperBackend
 from ..backends.portable import PortableBackend
+from ..backends.target import TargetBackend
 from ..backends.xla import XlaBackend
 from ..core import block_mask
 from ..core.decode import DecodeProblem
 from ..core.problem import EXTRA_GRADS, Problem
 from ..core.ragged import RaggedBlocks, RaggedProblem
+from ..devices import GENERATIONS, Device, capability_here, device_of, targeted
 
 # --- Choice of the backend that runs a call. Every UnsupportedByBackend is raised here ------------
 
@@ -57,16 +59,36 @@ def select(
         problem: the shapes, of attention, of decoding or of ragged attention.
         name: "auto" for the first in order that can, or a backend's name; a backend asked for by
             name never falls back to another.
-        device: the GPU to answer for; None is the one here.
+        device: the GPU to answer for; None is that of the `target` around, else the one here.
         platform: the platform that the call will run on, from `platform_of`; None is JAX's default
-            backend.
+            backend. Within a `target` it does not count, as jnp runs outside of CUDA.
 
     Raises:
         ValueError: an unknown name.
         UnsupportedByBackend: the named backend cannot run the problem; the message says why.
     """
+    there = device or targeted()
+    platform = platform if there is None else None
+    # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
+    has_gpu = there is not None or jax.default_backend() == "gpu"
+    chosen = _chosen(problem, name, _backends(there), platform, says=device is None and has_gpu)
+    if device is not None:
+        return chosen
+    if chosen == XlaBackend():
+        return XlaBackend(unasked=name == AUTO and not has_gpu)
+    return chosen if there is None else cast(Backend, TargetBackend(chosen, there))
+
+
+def _chosen(
+    problem: AnyProblem,
+    name: str,
+    backends: dict[str, Backend],
+    platform: str | None,
+    *,
+    says: bool,
+) -> Backend:
+    """Returns what `select` does, of these backends; `says`: the log says what was passed over."""
     check_name(name)
-    backends = _backends(device)
     if name != AUTO:
         if reason := _refusal(backends[name], problem, platform):
             able = [b.name for b in backends.values() if not _passed_over(b, problem, platform)]
@@ -74,17 +96,45 @@ def select(
                 f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
             )
         return backends[name]
+    reasons = {}
     for backend in backends.values():
         reason = _passed_over(backend, problem, platform)
-        # Nothing is lost on a machine without a GPU, and nobody wants to read about it there.
-        logs = device is None and jax.default_backend() == "gpu"
         if reason is None:
-            if logs and backend.note:
+            if says and backend.note:
                 _log_once(f"backend {backend.name!r} was taken: {backend.note}")
+            if says and platform in (None, "gpu"):
+                _warn_of_jnp(problem, backend, reasons)
             return backend
-        if logs:
+        reasons[backend.name] = reason
+        if says:
             _log_once(f"backend {backend.name!r} was passed over: {reason}")
     raise AssertionError("the last backend takes every problem")
+
+
+def _warn_of_jnp(problem: AnyProblem, chosen: Backend, reasons: dict[str, str]) -> None:
+    """Warns once, with the way out, of a call on a GPU that runs jnp, or of chunks that do.
+
+    Args:
+        problem: the call.
+        chosen: the backend that "auto" takes.
+        reasons: for each that it passed over, why.
+    """
+    if chosen.name == XlaBackend.name:
+        there = targeted()
+        capability = capability_here() if there is None else there.capability
+        known = GENERATIONS.get(capability)
+        able = reasons if known is None else known.backends
+        why = "; ".join(f"{name!r} {reasons[name]}" for name in able if name in reasons)
+        dtype = (problem.steps if isinstance(problem, RaggedProblem) else problem).dtype
+        _log_once(
+            f"attention in {dtype} runs as blockwise jnp on this GPU, which is slow: {why}"
+            + (". In Flax, dtype=jnp.bfloat16 of a layer casts" if dtype.itemsize > 2 else ""),
+            logging.WARNING,
+        )
+    elif isinstance(problem, RaggedProblem) and (
+        note := _of_chunks(chosen, chosen.ragged_blocks(problem))
+    ):
+        _log_once(f"ragged_paged_attention runs on {chosen.name!r}: {note}", logging.WARNING)
 
 
 def _backends(device: Device | None) -> dict[str, Backend]:
@@ -128,11 +178,14 @@ def tiles(
         backend: the backend that runs it.
         problem: the shapes.
         override: the caller's tile sizes.
-        kind: kind of device whose tables are asked; None is the one here.
+        kind: kind of device whose tables are asked; None is that of the `target` around, else the
+            one here.
 
     Raises:
         ValueError: tile sizes of the caller's that the backend cannot take.
     """
+    if kind is None and (there := targeted()) is not None:
+        kind = there.kind
     if override is None:
         return _tiles(backend, problem, kind)[0]
     _, tuned = _tiles(backend, problem, kind)
@@ -162,8 +215,13 @@ def tunable(problem: Problem, name: str) -> Backend:
 
     Raises:
         ValueError: an unknown name.
-        UnsupportedByBackend: as in `select`, or it has none.
+        UnsupportedByBackend: as in `select`, or it has none, or within a `target`.
     """
+    if targeted() is not None:
+        raise UnsupportedByBackend(
+            "tile sizes are timed on the GPU that is here: call autotune outside of "
+            "flash_pallas.target"
+        )
     chosen = select(problem, name)
     if not chosen.candidates(problem):
         has = lambda other: "has some" if other.candidates(problem) else "has none either"
@@ -250,7 +308,7 @@ def explanation(
         problem: the shapes.
         name: "auto", or a backend's name.
         override: the caller's tile sizes.
-        gpu: a name of `DEVICES`, as `device_of` reads it; None is the device here.
+        gpu: a name of `devices.DEVICES`; None is that of the `target` around, else what is here.
         platform: as in `select`.
 
     Raises:
@@ -258,7 +316,7 @@ def explanation(
         UnsupportedByBackend: as in `select`.
     """
     check_name(name)
-    there = device_of(gpu)
+    there = device_of(gpu) or targeted()
     kind = None if there is None else there.kind
     ragged = isinstance(problem, RaggedProblem)  # none of its sizes is 0
     if not ragged and 0 in (problem.batch, problem.q_len, problem.kv_len):
@@ -335,6 +393,8 @@ def check_name(name):
 
 
 def _refusal(backend: Backend, problem: AnyProblem, platform: str | None = None) -> str | None:
+    if backend.name == CudnnBackend.name and targeted() is not None:
+        return "is not for flash_pallas.target, as jax asks the cuDNN that is here"
     default = jax.default_backend()
     if platform not in (None, default) and backend.name != XlaBackend.name:
         return (
@@ -376,63 +436,8 @@ def tell_of_cost(problem: Problem) -> None:
 
 
 @lru_cache(maxsize=256)
-def _log_once(message: str):
-    _log.info(message)
-
-
-# --- GPUs that `explain` answers for when they are not present ------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """Properties of a GPU that backends and tables of tile sizes ask for.
-
-    Attributes:
-        kind: its name, as jax spells it.
-        capability: its compute capability.
-        sms: its number of SMs.
-    """
-
-    kind: str
-    capability: str
-    sms: int
-
-
-DEVICES = {
-    "a100": Device("NVIDIA A100-SXM4-80GB", "8.0", 108),
-    "a10": Device("NVIDIA A10", "8.6", 72),
-    "l40s": Device("NVIDIA L40S", "8.9", 142),
-    "h100": Device("NVIDIA H100 80GB HBM3", "9.0", 132),
-    "h200": Device("NVIDIA H200", "9.0", 132),
-    "b200": Device("NVIDIA B200", "10.0", 148),
-    "rtx5090": Device("NVIDIA GeForce RTX 5090", "12.0", 170),
-}
-
-
-def device_of(name: str | None) -> Device | None:
-    """Returns the GPU of this name; None for the device that is here.
-
-    The name is a key of DEVICES, or the kind of one of them as jax spells it. Capitals, spaces and
-    hyphens do not count.
-
-    Raises:
-        TypeError: a name that is no string.
-        ValueError: a name that is not known.
-    """
-    if name is None:
-        return None
-    if not isinstance(name, str):
-        raise TypeError(f'gpu must be the name of a GPU, as in "H100", got {name!r}')
-    for known, device in DEVICES.items():
-        if _plain(name) in (known, _plain(device.kind)):
-            return device
-    choices = ", ".join(repr(known.upper()) for known in DEVICES)
-    raise ValueError(f"gpu is {name!r}: choose one of {choices}, or None for the one here")
-
-
-def _plain(name: str) -> str:
-    """Returns the letters and digits of a name, in lower case."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+def _log_once(message: str, level: int = logging.INFO):
+    _log.log(level, message)
 
 
 # --- Tables of tuned tile sizes -------------------------------------------------------------------

@@ -126,6 +126,9 @@ class Pair:
 
     def __call__(self, *args) -> list[Any]:
         """Computes the leaves of the results of `one_by_one`."""
+        return self.call.either(self._kernel, Split(self), *args)
+
+    def _kernel(self, *args) -> list[Any]:
         moving, fixed, given = self.parts(args)
         operands = joined(moving, fixed)
         found = self.call.push(operands, given, None)

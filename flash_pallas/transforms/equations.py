@@ -21,6 +21,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from ..backends.base import Backend
+from ..backends.target import TargetBackend, by_platform
 from ..backends.xla import XlaBackend, any_order
 from ..core import padding, softmax
 from ..core.problem import AttentionSpec, Cotangents, Operands, Outputs, describe
@@ -69,6 +70,15 @@ class Call:
         # The output of padding is constant.
         do, dlse = padding.cleared_queries(operands, do), padding.cleared_rows(operands, dlse)
         return out._replace(do=do, dlse=dlse)
+
+    def either(self, kernels, smooth, *args):
+        """Computes kernels(*args), or smooth(*args), jnp, where the backend runs no kernels.
+
+        That is outside of CUDA, if the call is traced for a `target`.
+        """
+        if isinstance(self.backend, TargetBackend):
+            return by_platform(self.backend.device, kernels, smooth, *args)
+        return kernels(*args)
 
     def public(self, operands: Operands, out: Outputs):
         """Returns (o, lse, max_logit, what the backward needs of the forward's own lse)."""
@@ -224,10 +234,15 @@ class Tangents(Equation):
 
     def run(self, saved: Saved, given: Operands) -> list[Any]:
         """Computes the tangents of o and lse."""
-        if self.call.pushes(saved.operands, given, primal=False):
+
+        def kernels(saved, given):
             found = self.call.push(saved.operands, given, saved.outputs)
             return [found.do, found.dlse]
-        return self.smooth(saved.moving, saved, given)
+
+        smooth = lambda saved, given: self.smooth(saved.moving, saved, given)
+        if self.call.pushes(saved.operands, given, primal=False):
+            return self.call.either(kernels, smooth, saved, given)
+        return smooth(saved, given)
 
     def smooth(self, moving, saved: Saved, given: Operands) -> list[Any]:
         """Computes them in jnp."""
@@ -306,6 +321,10 @@ class Pushed(Equation):
 
     def run(self, saved: SavedBoth, given) -> list[Any]:
         """Computes the tangents by kernels: those of O and of the log-sum-exp first."""
+        smooth = lambda saved, given: self.smooth(saved.moving, saved, given)
+        return self.call.either(self._kernels, smooth, saved, given)
+
+    def _kernels(self, saved: SavedBoth, given) -> list[Any]:
         call, residuals, (do, dlse) = self.call, saved.residuals, saved.cotangents
         operands, out = residuals.operands, residuals.outputs
         moved, (ddo, ddlse) = given

@@ -22,6 +22,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flash_pallas.devices import DEVICES, Device
+
 _DESCRIPTION = """
 gpu_device_info {{
   name: "{name}"
@@ -65,26 +67,36 @@ class Target:
     """A GPU to compile for. Mosaic GPU asks for `major`, `minor` and `smem` only.
 
     Attributes:
-        name: name that the driver gives.
-        major, minor: compute capability.
-        multiprocessors: number of SMs.
+        gpu: the GPU as the package knows it.
+        name: name of the report.
         threads: threads that one SM holds.
-        smem: bytes of shared memory that one CTA may ask for.
         l2_cache, memory: bytes.
         bandwidth: memory bandwidth in GB/s.
         clock: GHz.
     """
 
+    gpu: Device
     name: str
-    major: int
-    minor: int
-    multiprocessors: int
     threads: int
-    smem: int
     l2_cache: int
     memory: int
     bandwidth: int
     clock: float
+
+    @property
+    def major(self) -> int:
+        """First number of the compute capability."""
+        return int(self.gpu.capability.split(".")[0])
+
+    @property
+    def minor(self) -> int:
+        """Second number of the compute capability."""
+        return int(self.gpu.capability.split(".")[1])
+
+    @property
+    def smem(self) -> int:
+        """Bytes of shared memory that one CTA may ask for."""
+        return self.gpu.shared_memory
 
     @property
     def smem_per_multiprocessor(self) -> int:
@@ -110,20 +122,24 @@ class Target:
         """Returns XLA's GpuTargetConfigProto in text form."""
         return _DESCRIPTION.format(
             extension="feature_extension: ACCELERATED_FEATURES" if self.accelerated else "",
+            major=self.major,
+            minor=self.minor,
+            multiprocessors=self.gpu.sms,
+            smem=self.smem,
             smem_per_multiprocessor=self.smem_per_multiprocessor,
-            **dataclasses.asdict(self),
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
         )
 
 
-KB, MB, GB = 2**10, 2**20, 2**30
-# SMs, threads, shared memory; L2 cache, memory, bandwidth, clock
-H200 = Target("NVIDIA H200", 9, 0, 132, 2048, 227 * KB, 50 * MB, 141 * GB, 4800, 1.98)
-A100 = Target("NVIDIA A100", 8, 0, 108, 2048, 163 * KB, 40 * MB, 80 * GB, 2039, 1.41)
-A10 = Target("NVIDIA A10", 8, 6, 72, 1536, 99 * KB, 6 * MB, 24 * GB, 600, 1.695)
-L40S = Target("NVIDIA L40S", 8, 9, 142, 1536, 99 * KB, 96 * MB, 48 * GB, 864, 2.52)
-B200 = Target("NVIDIA B200", 10, 0, 148, 2048, 227 * KB, 126 * MB, 192 * GB, 8000, 1.965)
+MB, GB = 2**20, 2**30
+# Threads of an SM; L2 cache, memory, bandwidth, clock
+H200 = Target(DEVICES["h200"], "NVIDIA H200", 2048, 50 * MB, 141 * GB, 4800, 1.98)
+A100 = Target(DEVICES["a100"], "NVIDIA A100", 2048, 40 * MB, 80 * GB, 2039, 1.41)
+A10 = Target(DEVICES["a10"], "NVIDIA A10", 1536, 6 * MB, 24 * GB, 600, 1.695)
+L40S = Target(DEVICES["l40s"], "NVIDIA L40S", 1536, 96 * MB, 48 * GB, 864, 2.52)
+B200 = Target(DEVICES["b200"], "NVIDIA B200", 2048, 126 * MB, 192 * GB, 8000, 1.965)
 RTX_5090 = Target(
-    "NVIDIA GeForce RTX 5090", 12, 0, 170, 1536, 99 * KB, 96 * MB, 32 * GB, 1792, 2.407
+    DEVICES["rtx5090"], "NVIDIA GeForce RTX 5090", 1536, 96 * MB, 32 * GB, 1792, 2.407
 )
 TARGETS = {
     "h200": H200,

@@ -343,8 +343,7 @@ def test_portable_allowances_are_of_rows():
 @pytest.mark.parametrize("name", TARGETS)
 def test_portable_tiles_fit(name):
     target = TARGETS[name]
-    shared = tiles.SHARED_MEMORY[f"{target.major}.{target.minor}"]
-    assert shared == target.smem
+    shared = target.gpu.shared_memory
     for most, kernels in tiles._TILES.items():
         q = jax.ShapeDtypeStruct((1, 512, 1, most), jnp.bfloat16)
         problem = describe(Operands(q, q, q, None), AttentionSpec(scale=1.0))

@@ -30,6 +30,7 @@ from ...core.problem import (
     describe,
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
+from ...devices import capability_here, takes_first
 from ..base import NoSecondOrder, NoTangents
 from . import empty_rows, residuals
 
@@ -99,7 +100,7 @@ class CudnnBackend(NoTangents, NoSecondOrder):
     @property
     def _preferred(self) -> bool:
         """True on compute capability 10.x, where kernels of this package use mma.sync."""
-        return (self.capability or _capability()).startswith("10.")
+        return takes_first(self.capability or capability_here()) == self.name
 
     @property
     def note(self) -> str | None:
@@ -111,7 +112,7 @@ class CudnnBackend(NoTangents, NoSecondOrder):
 
     def unsupported(self, problem: Problem) -> str | None:
         """Returns why cuDNN, or jax.nn, cannot run `problem` as promised here, or None."""
-        capability = self.capability or _capability()
+        capability = self.capability or capability_here()
         if reason := self._device_reason(capability):
             return reason
         reasons = (*_of_shapes(problem, capability), *_of_features(problem))
@@ -394,10 +395,6 @@ def _of_shared(dbias, bias):
         return dbias
     parts = dbias.astype(jnp.float32).reshape(len(bias), -1, *bias.shape[1:])
     return parts.sum(1).astype(bias.dtype)
-
-
-def _capability() -> str:
-    return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import mesh_axes, scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
-from . import ahead, auxiliary_arrays, jax_0_11
+from . import ahead, auxiliary_arrays, elsewhere, jax_0_11
 from .score_tile import RegisterTile
 from .stand_ins import UNSUPPORTED
 
@@ -51,6 +51,7 @@ def launch(
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
     else:
         ahead.watch()
+        elsewhere.teach()
         kernel = jax_0_11.repaired(kernel)
     call = plgpu.kernel(
         kernel,

@@ -26,6 +26,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
+from ...devices import capability_here, takes_first
 from ..base import decode_shared as decode_shared_by_two
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
@@ -300,8 +301,8 @@ def _device_reason(capability: str | None) -> str | None:
                 "needs an NVIDIA GPU of compute capability 9.0; "
                 f"the default backend is {jax.default_backend()}"
             )
-        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-    if capability != "9.0":
+        capability = capability_here()
+    if takes_first(capability) != HopperBackend.name:
         return f"needs compute capability 9.0 (H100, H200); this GPU has {capability}"
     return None
 

@@ -25,6 +25,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
+from ...devices import GENERATIONS, capability_here
 from ..base import NoSecondOrder, decode_shared
 from ..gpu.launch import refusal
 from ..xla import ragged as xla_ragged
@@ -83,7 +84,7 @@ class PortableBackend(NoSecondOrder):
 
     def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:
         """Returns the tile sizes of the kernels that would run; see tiling.py."""
-        return choose_blocks(problem, override, self.capability or _capability())
+        return choose_blocks(problem, override, self.capability or capability_here())
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         """Returns no candidates: nobody has timed other tile sizes on a GPU yet."""
@@ -144,18 +145,18 @@ class PortableBackend(NoSecondOrder):
         return result._replace(do=result.do[..., : problem.v_head_dim])
 
     def _tangent_tile(self, problem: Problem) -> tiling.TileSizes | None:
-        return tiling.choose_tangent(problem, self.capability or _capability())
+        return tiling.choose_tangent(problem, self.capability or capability_here())
 
     def unsupported_decode(self, problem: DecodeProblem) -> str | None:
         """Returns why the decode kernel cannot run `problem` here, or None."""
         if not self.interpret and (reason := _device_reason(self.capability)):
             return reason
-        return tiling.unsupported(problem, tiles.memory_of(self.capability or _capability()))
+        return tiling.unsupported(problem, tiles.memory_of(self.capability or capability_here()))
 
     def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Chooses tile sizes and the number of splits; see tiling.py."""
         num_sms = self.num_sms or _num_sms()
-        shared = tiles.memory_of(self.capability or _capability())
+        shared = tiles.memory_of(self.capability or capability_here())
         return tiling.choose(problem, num_sms, shared)
 
     def decode(
@@ -216,10 +217,6 @@ def _padded(operands: Operands, arrays: Operands | None = None) -> Operands:
     )
 
 
-def _capability() -> str:
-    return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
-
-
 def _num_sms() -> int:
     return getattr(jax.devices()[0], "core_count", None) or NUM_SMS
 
@@ -230,8 +227,6 @@ def _device_reason(capability: str | None) -> str | None:
             "needs an NVIDIA GPU of compute capability 8.0 or above; "
             f"the default backend is {jax.default_backend()}"
         )
-    if (capability := capability or _capability()) not in tiles.SHARED_MEMORY:
-        return (
-            f"needs one of compute capabilities {', '.join(tiles.SHARED_MEMORY)}, not {capability}"
-        )
+    if (capability := capability or capability_here()) not in GENERATIONS:
+        return f"needs one of compute capabilities {', '.join(GENERATIONS)}, not {capability}"
     return None

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core.decode import MAX_SPLITS, VALUES_BEHIND_KEYS, DecodeProblem
 from ...core.integers import round_up
 from ...core.problem import Problem
+from ...devices import GENERATIONS
 from ..gpu import auxiliary_arrays, draft_bits
 from ..gpu.auxiliary_arrays import LONGEST_TILE
 from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
@@ -578,19 +579,7 @@ def _sums_are_plain(problem: Problem) -> bool:
     return problem.features <= {"bias", "sinks", "q_lengths", "q_offset"}
 
 
-# Shared memory of one block at most, by compute capability (CUDA C++ Programming Guide 13.0, table
-# of technical specifications). An SM has 1 KB more, and keeps that for each block on it.
-SHARED_MEMORY = {
-    "8.0": 163 * 1024,
-    "8.6": 99 * 1024,
-    "8.9": 99 * 1024,
-    "9.0": 227 * 1024,
-    "10.0": 227 * 1024,
-    "10.3": 227 * 1024,
-    "12.0": 99 * 1024,
-    "12.1": 99 * 1024,
-}
-SMALLEST = 99 * 1024  # what every one of them has
+SMALLEST = 99 * 1024  # bytes of shared memory, what every GPU of devices.py has for one block
 RESERVED = 1024  # bytes that are kept for each block; a block that asks for the rest may be refused
 WIDEST = WIDEST_ALONE  # head dim of one warpgroup
 WIDEST_SHARED = 512  # head dim that two warpgroups share: 256 columns of each
@@ -681,7 +670,8 @@ def choose_blocks(
 
 def memory_of(capability: str) -> int:
     """Returns the bytes of shared memory that a CTA may have."""
-    return SHARED_MEMORY.get(capability, SMALLEST)
+    known = GENERATIONS.get(capability)
+    return SMALLEST if known is None else known.shared_memory
 
 
 def most_added(capability: str) -> int:

@@ -30,7 +30,7 @@ from ...core.problem import (
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
 from ..base import NoSecondOrder, NoTangents, decode_shared
-from . import decode, list_rows, online, ragged
+from . import decode, list_rows, online, ragged, unnamed
 from .decode import XlaDecodeBlocks
 from .grid import Grid, Steps, XlaBlocks
 from .tiles import Tiles
@@ -56,8 +56,13 @@ _GRADS = tuple(name for name in Grads._fields if name != "score_params")
 
 @dataclasses.dataclass(frozen=True)
 class XlaBackend(NoTangents, NoSecondOrder):
-    """The fallback that runs everywhere."""
+    """The fallback that runs everywhere.
 
+    Attributes:
+        unasked: "auto" took it, and there is no GPU here: it warns where it is lowered for one.
+    """
+
+    unasked: bool = False
     name = "xla"
     note = None
     reads_output = False
@@ -97,7 +102,7 @@ class XlaBackend(NoTangents, NoSecondOrder):
 
     def forward(self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
         """Computes attention; per-row scalars have the accumulation dtype (float64 for float64)."""
-        operands = padding.cleared(operands)
+        operands = padding.cleared(self._told(operands))
         return list_rows.forward(partial(_forward, spec, blocks), operands)
 
     def backward(
@@ -131,6 +136,7 @@ class XlaBackend(NoTangents, NoSecondOrder):
         self, spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
         """Computes attention to a cache; scalars and partial results as in `forward`."""
+        operands = self._told(operands)
         if spec.shares_prefix:
             return decode_shared(self, spec, operands)
         return decode.attend(spec, blocks, operands)
@@ -145,9 +151,13 @@ class XlaBackend(NoTangents, NoSecondOrder):
 
     def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes ragged attention over pages; scalars as in `forward`."""
+        operands = self._told(operands)
         steps = partial(self.decode, spec.decode, blocks.steps)
         chunks = partial(ragged.chunks, blocks.chunks)
         return attend_ragged(steps, chunks, spec, operands)
+
+    def _told(self, operands):
+        return operands._replace(q=unnamed.passed(operands.q)) if self.unasked else operands
 
 
 def _tile(problem: Problem) -> tuple[int, int]:
