@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
-import json
 import math
 import multiprocessing
 import os
@@ -82,7 +80,7 @@ def over(
     with run.lines_of(given.out).open("a") as lines:
 
         def report(result: Result) -> None:
-            lines.write(json.dumps(dataclasses.asdict(result)) + "\n")
+            lines.write(run.line(result))
             lines.flush()
             done[0] += 1
             if result.verdict != RIGHT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,11 +13,10 @@ from ..backends.base import Backend
 from ..backends.hopper import HopperBackend
 from ..backends.hopper.backward.paired.tiles import PairedBlocks
 from ..backends.portable import PortableBackend
+from ..devices import DEVICES
 from ..frontend import dispatch
 from . import calls
 from .calls import LONG, Row
-
-KB = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,12 @@ class Target:
     capability: str
     num_sms: int
     interpret: bool = False
+
+    @classmethod
+    def of(cls, backend: str, name: str) -> Target:
+        """Returns the target of a GPU of `devices.DEVICES`."""
+        device = DEVICES[name]
+        return cls(backend, device.capability, device.sms)
 
     def make(self) -> Backend:
         """Returns the backend of this GPU."""
@@ -56,10 +62,10 @@ class Target:
 # Kilobytes of shared memory decide which tiles the portable kernels have: H200, A100, and L40S and
 # RTX 4090.
 TARGETS = {
-    "hopper": Target("hopper", "9.0", 132),
-    "portable-227": Target("portable", "9.0", 132),
-    "portable-163": Target("portable", "8.0", 108),
-    "portable-99": Target("portable", "8.9", 142),
+    "hopper": Target.of("hopper", "h200"),
+    "portable-227": Target.of("portable", "h200"),
+    "portable-163": Target.of("portable", "a100"),
+    "portable-99": Target.of("portable", "l40s"),
 }
 
 
@@ -118,7 +124,7 @@ def problem_of(row: Row) -> Any:
         row, target="", wanted="output", head_dim=BASE, v_head_dim=min(BASE, row.v_head_dim)
     )
     sizes = {"head_dim": row.head_dim, "v_head_dim": row.v_head_dim}
-    found, scale = _base(plain), row.head_dim**-0.5
+    found, scale = _base(plain), 1.0 / math.sqrt(row.head_dim)
     if row.function == "ragged":
         return dataclasses.replace(found, steps=_resized(found.steps, sizes, scale))
     return _resized(found, sizes, scale)

@@ -183,6 +183,11 @@ def read(path: Path) -> dict[str, list[Any]]:
     return found
 
 
+def line(result: Result) -> str:
+    """Returns what is appended to the file of lines."""
+    return json.dumps(dataclasses.asdict(result)) + "\n"
+
+
 def _entry(result: Result) -> dict[str, list[Any]]:
     error = None if result.error is None else float(f"{result.error:.2g}")
     return {result.key: [result.digest, error, result.verdict]}
