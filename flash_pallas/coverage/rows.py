@@ -228,6 +228,8 @@ DECODE = (
 )
 DECODE_TOGETHER = (
     ("24 rows", "drafts"),
+    ("24 rows", "drafts", "traced window"),
+    ("24 rows", "drafts", "window", "pages of 16", "sinks", "softcap"),
     ("24 rows", "drafts", "traced window", "ALiBi"),
     ("96 rows", "drafts", "window"),
     ("pages of 64", "blocks"),
