@@ -115,7 +115,7 @@ def append_kv(
         >>> cache = KVCache(*jnp.zeros((2, 2, 16, 1, 4)), lengths=jnp.array([0, 7]))
         >>> k = v = jnp.ones((2, 3, 1, 4))
         >>> append_kv(cache, k, v).lengths
-        Array([3, 10], dtype=int32)
+        Array([ 3, 10], dtype=int32)
     """
     old = _checked_cache(cache)
     scales = (("k", k_scale), ("v", v_scale))

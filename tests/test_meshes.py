@@ -193,8 +193,8 @@ def test_a_cache_that_is_cut_where_it_cannot_be(devices, paged):
         fp.flash_decode(jnp.ones((4, 1, 4, 8)), k, k, **options)
 
 
-@pytest.mark.thorough(always=["1-scaled", "1-ring"])
-@pytest.mark.parametrize("kind", ["contiguous", "ring", "scaled"])
+@pytest.mark.thorough(always=["1-scaled", "1-ring", "1-drafts"])
+@pytest.mark.parametrize("kind", ["contiguous", "ring", "drafts", "scaled"])
 @pytest.mark.parametrize("length", [1, 3, 20])
 def test_a_layer_with_a_cache(devices, kind, length):
     """Runs the layer with a cache; 20 tokens at once are more than flash_decode takes."""
@@ -204,17 +204,19 @@ def test_a_layer_with_a_cache(devices, kind, length):
     )
     graph, params = nnx.split(layer)
     apply = lambda x, cache: nnx.merge(graph, params)(x, cache=cache)
-    sizes = (4, 8 if kind == "ring" else 32, 2, 8)
+    sizes = (4, 8 if kind in ("ring", "drafts") else 32, 2, 8)
     scales = (jnp.full((2,), 0.02),) * 2
     cache = {
         "contiguous": lambda: fp.KVCache.empty(*sizes, jnp.float32),
         "ring": lambda: RingCache.empty(*sizes, jnp.float32),
+        "drafts": lambda: RingCache.empty(*sizes, jnp.float32, drafts=2),
         "scaled": lambda: ScaledCache.empty(*sizes, jnp.int8, *scales),
     }[kind]()
     x = draw(4, length, 32)
     expected = apply(x, cache)
-    scales = dict.fromkeys({"k_scale", "v_scale"} & set(cache._fields), P("model"))
-    specs = cache._replace(k=BOTH, v=BOTH, lengths=ROWS, **scales)
+    others = {"k_scale": P("model"), "v_scale": P("model"), "written": ROWS}
+    others = {name: spec for name, spec in others.items() if name in cache._fields}
+    specs = cache._replace(k=BOTH, v=BOTH, lengths=ROWS, **others)
     cache = jax.tree.map(partial(put, mesh), cache, specs)
     with jax.set_mesh(mesh):
         o, new = jax.jit(apply)(put(mesh, x, ROWS), cache)
