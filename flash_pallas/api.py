@@ -109,8 +109,9 @@ def flash_attention(
         kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything. Both
             are an error where they are computed and negative or beyond the arrays, else clipped.
         bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
-            1. Its gradient has its own shape: the kernel itself sums over broadcast axes, but not
-            over those of vmap: a bias that members share is repeated if its gradient is wanted.
+            1. Where it is -inf it hides the key, under a softcap and a score_mod too. Its gradient
+            has its own shape: the kernel itself sums over broadcast axes, but not over those of
+            vmap: a bias that members share is repeated if its gradient is wanted.
         mask: bool of the same shapes, True is visible.
         softcap: scores become softcap * tanh(scores / softcap).
         alibi_slopes: [N] or [*B, N]: slope * |i - j| is subtracted from scores

@@ -136,6 +136,8 @@ class Modifiers:
             keep &= _within(self.kv_lengths, kv_len)[:, None, None, :]
         if self.mask is not None:
             keep &= self.mask
+        if self.bias is not None:
+            keep &= self.bias != -jnp.inf
         if self.mask_mod is not None:
             keep &= self._everywhere(lambda _, *place: self.mask_mod(*place), keep)
         if self.block_mask is not None:

@@ -44,8 +44,9 @@ class Case:
 
     Attributes:
         q_offset: int, or a tuple, which becomes an int32 array with one entry per batch entry.
-        bias, mask: shape as a string, each axis a letter of "BNTS" or "1"; "BNTS-inf" hides a fifth
-            of the elements.
+        bias, mask: shape as a string, each axis a letter of "BNTS" or "1"; a suffix of the bias
+            says what is -inf: "BNTS-inf" a fifth of the elements, "BNTS-rows" all of every third
+            query, "BNTS-causal" keys that begin after the query less 3, so that the first see none.
         segments: "packed", "unsorted", "padded", or "long": a short document, a long one, padding.
         q_positions, kv_positions: "restart" (documents that each count from 0), "gaps" (ascending),
             "random", or "shifted" (by a number of each batch entry's own).
@@ -264,9 +265,7 @@ class Case:
             pattern, *infinite = self.bias.split("-")
             found["bias"] = normal("bias", self._shape(pattern))
             if infinite:
-                hidden = self._draw(seed, "infinite").random(found["bias"].shape) < 0.2
-                found["bias"][hidden] = -np.inf
-                found["bias"][:, :, 0] = -np.inf
+                found["bias"][self._infinite(seed, infinite[0], found["bias"].shape)] = -np.inf
         if self.additive:
             found["bias"] = self._additive()
         if self.alibi:
@@ -277,6 +276,17 @@ class Case:
             shape = SCORE_MODS[self.score_mod].captured
             found["captured"] = 0.5 * normal("captured", self._shape(shape))
         return found
+
+    def _infinite(self, seed: int, kind: str, shape):
+        """Draws which elements of a bias are -inf."""
+        row, column = np.ogrid[: shape[2], : shape[3]]
+        row = row if shape[2] > 1 else row + self.S // 2
+        found = {
+            "inf": (self._draw(seed, "infinite").random(shape) < 0.2) | (row == 0),
+            "rows": row % 3 == 0,
+            "causal": column > row - 3,
+        }
+        return np.broadcast_to(found[kind], shape)
 
     def _given(self, seed: int) -> dict[str, Any]:
         """Draws the arrays that have no gradients."""
@@ -476,6 +486,9 @@ FEATURES = (
     _small("bias_float16_gqa", bias="B1TS", dtype="float16", K=2),
     _small("bias_causal_offset", bias="1NTS", causal=True, q_offset=-20),
     _small("bias_infinite", bias="B1TS-inf"),
+    _small("bias_infinite_softcap", bias="1NTS-causal", softcap=3.0, max_logit=True, **_SQUARE),
+    _small("bias_infinite_score_mod", bias="BNTS-rows", score_mod="per_entry", dtype="bfloat16"),
+    _small("bias_infinite_both", bias="B1TS-inf", softcap=3.0, score_mod="square", sinks=True),
     _small("bias_lengths", bias="BNTS", q_lengths=(51, 70), kv_lengths=(83, 50), poison=True),
     _small("bias_shared_lengths", bias="1NTS", q_lengths=(51, 40), kv_lengths=(23, 50),
            poison=True),

@@ -167,7 +167,7 @@ def _logits(draw: Draws, batch: int, dtype: str) -> dict[str, Any]:
         return {"magnitude": draw.one_of(sizes)}
     return {
         "scale": rarely(lambda: draw.one_of((1.0, -0.3))),
-        "bias": rarely(lambda: _pattern(draw)),
+        "bias": rarely(lambda: _pattern(draw) + draw.one_of(("", "", "-inf", "-rows", "-causal"))),
         "softcap": rarely(lambda: draw.one_of((1.0, 20.0))),
         "alibi": rarely(lambda: draw.one_of(("N", "BN"))),
         "score_mod": rarely(lambda: draw.one_of(sorted(SCORE_MODS))),

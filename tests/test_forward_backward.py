@@ -47,8 +47,10 @@ def test_xla_with_many_small_blocks(case):
     checks.assert_matches_oracle(checks.bind("xla", SMALL_BLOCKS), case)
 
 
-@pytest.mark.thorough(always=["bias_infinite"])
-@pytest.mark.parametrize("name", ["everything", "everything_bfloat16", "bias_infinite"])
+@pytest.mark.thorough(always=["bias_infinite", "bias_infinite_both"])
+@pytest.mark.parametrize(
+    "name", ["everything", "everything_bfloat16", "bias_infinite", "bias_infinite_both"]
+)
 def test_xla_in_float64(name):
     """Checks that nothing is rounded to less than float64: both agree to the last digits."""
     case = dataclasses.replace(*named(name), dtype="float64")

@@ -37,7 +37,9 @@ from .interpreter import DeadlockError, RaceError, race_checked
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
-@pytest.mark.thorough(always=["d64_split", "everything", "float32_32_window_dropout"])
+@pytest.mark.thorough(
+    always=["d64_split", "everything", "float32_32_window_dropout", "bias_infinite_256"]
+)
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32, *MAXIMA), ids=str)
 def test_kernels(case):

@@ -35,7 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["bias_infinite_score_mod"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case):

@@ -41,6 +41,44 @@ def tilted(score, b, n, i, j):
     return score + SLOPES[n].astype(score.dtype) * (i - j).astype(score.dtype)
 
 
+# --- a bias of -inf -------------------------------------------------------------------------------
+
+CAPTURED = jnp.float32(0.7)
+AFTER = {
+    "nothing": {},
+    "softcap": {"softcap": 3.0},
+    "score_mod": {"score_mod": lambda c: lambda s, b, n, i, j: s * c},
+    "both": {"softcap": 3.0, "score_mod": lambda c: lambda s, b, n, i, j: s * c + jnp.exp(s)},
+}
+ATTEND = {
+    "reverse": fp.flash_attention,
+    "any": partial(fp.flash_attention, differentiable="any"),
+    "oracle": lambda *x, **y: reference.attention(*x, **y)[0],
+}
+
+
+@pytest.mark.parametrize("attend", ATTEND)
+@pytest.mark.parametrize("after", AFTER)
+def test_a_bias_of_minus_infinity_is_a_mask(after, attend):
+    """Compares values and gradients with those of a mask; two queries see no key."""
+    numbers, shown = draw(5, 1, N, T, S), jnp.tri(T, S, -1, dtype=bool).at[4].set(False)
+    infinite = jnp.where(shown, numbers, -jnp.inf)
+
+    def loss(q, k, v, bias, captured, **mask):
+        options = dict(AFTER[after])
+        if "score_mod" in options:
+            options["score_mod"] = options["score_mod"](captured)
+        return jnp.sum(jnp.sin(ATTEND[attend](q, k, v, bias=bias, **options, **mask)))
+
+    given, gradient = inputs(), jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)))
+    compare = partial(jax.tree.map, partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5))
+    found = gradient(*given, infinite, CAPTURED)
+    compare(found, gradient(*given, numbers, CAPTURED, mask=shown[None, None]))
+    assert not found[1][0][:, [0, 4]].any() and not found[1][3][:, :, ~shown].any()
+
+
+# --- residuals ------------------------------------------------------------------------------------
+
 # Arguments, and the shapes of what they add to the residuals, besides q, k, v, o and lse.
 RESIDUALS = {
     "window": ({"window": (3, 1)}, []),

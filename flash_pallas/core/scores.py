@@ -1,13 +1,15 @@
 """Logits from the product q @ k^T, and their derivative. One definition for every backend.
 
 The order: scale, + bias, + ALiBi, softcap, score_mod; then `visible` and `Tile.limits` say what is
-hidden. Everything here is elementwise on one tile in either orientation.
+hidden, besides keys with a bias of -inf. Everything here is elementwise on one tile in either
+orientation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,6 +40,7 @@ class TileInputs(NamedTuple):
     kv_marks_0: Any = None  # int32, one per key
     kv_marks_1: Any = None
     slope: Any = None  # of ALiBi
+    falls: Any = None  # what ALiBi adds, of the tile's shape, where rows have slopes of their own
     score_params: tuple = ()  # scalars
     mask_params: tuple = ()  # scalars
     dropout_key: Any = None  # uint32 scalar; or, in its place:
@@ -101,25 +104,29 @@ class Logits(NamedTuple):
 
 
 def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
-    """Computes the logits of a tile of products, before anything is hidden.
+    """Computes the logits of a tile of products, before anything but a bias of -inf hides keys.
 
-    A bias is a number like any other: the sum with it is rounded to float32 and not exact.
+    A finite bias is a number like any other: the sum with it is rounded to float32 and not exact.
     """
     tile = placed(tile, inputs)
-    x, scale = qk, spec.scale
-    added = inputs.bias is not None or inputs.slope is not None
+    x, scale, hide = qk, spec.scale, lambda x: x
+    added = any(x is not None for x in (inputs.bias, inputs.slope, inputs.falls))
     if added:
         x, scale = x * scale, 1.0
     if inputs.bias is not None:
         x = x + inputs.bias
+    if inputs.falls is not None:
+        x = x + inputs.falls
     if inputs.slope is not None:
         x = x + tile.distance(x.dtype) * _spread(tile, -inputs.slope)
+    if inputs.bias is not None and spec.score_modifiers:
+        hide = _hidden_where(x == -math.inf)  # softcap and score_mod would make a number of it
     pull = lambda d: (d, ())
     if spec.softcap is not None:
         x = tile.tanh(x * (scale / spec.softcap))
         scale, pull = spec.softcap, _through_tanh(x)
     if not spec.score_modifiers - {"softcap"}:
-        return Logits(x, spec.unit(added) * LOG2E, pull)
+        return Logits(hide(x), spec.unit(added) * LOG2E, pull)
     params = tuple(_spread(tile, p) for p in inputs.score_params)
     x = x if scale == 1.0 else x * scale
     score_mod = spec.score_mod
@@ -127,7 +134,11 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
         return Logits(x, LOG2E, pull)
     mod = lambda x, params: score_mod(tile, params, x)
     pull = _through_mod(functools.partial(_mod_pull, tile, mod, x, params), pull)
-    return Logits(tile.call(mod, x, params), LOG2E, pull)
+    return Logits(hide(tile.call(mod, x, params)), LOG2E, pull)
+
+
+def _hidden_where(hidden):
+    return lambda x: lax.select(hidden, lax.full_like(x, -math.inf), x)
 
 
 def _through_tanh(tanh):

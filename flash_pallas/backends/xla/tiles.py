@@ -173,6 +173,10 @@ class Tiles:
         """Computes (Logits, bool of what is visible or None) of one head's tile."""
         limits = tile.limits(self.spec.mask, place.kv_len)
         keep = scores.visible(self.spec, tile, inputs)
+        if inputs.bias is not None and self.spec.score_modifiers:
+            # Of a bias of -inf derivatives may be NaN there.
+            finite = inputs.bias != -jnp.inf
+            keep = finite if keep is None else keep & finite
         if not limits.is_trivial:
             near = limits.keep(tile.shape)
             keep = near if keep is None else keep & near

@@ -151,12 +151,12 @@ class Consumer(abc.ABC):
             position: () -> int32 numbers of the keys, spread over the tile.
             spread: (x, shape) -> one value per query, spread over the tile.
         """
-        bias = None
+        falls = None
         if held.slope is not None:
             query = spread(held.position, s.shape)
-            bias = score_tile.alibi(query, position(), spread(-held.slope, s.shape))
+            falls = score_tile.alibi(query, position(), spread(-held.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.plan.interpret)
-        return scores.logits(self.plan.problem.spec.attention, tile, s, TileInputs(bias=bias))
+        return scores.logits(self.plan.problem.spec.attention, tile, s, TileInputs(falls=falls))
 
     def publish(self, cta: DecodeCta, swizzle: int):
         """Writes the staged O (`swizzle` in bytes), LSE and shift to device memory."""

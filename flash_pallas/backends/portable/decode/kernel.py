@@ -330,15 +330,15 @@ class DecodeKernel(Kernel):
 
     def logits(self, fragments: QueryFragments, first, s, *, masked: bool):
         """Returns (x, log2_scale) of a tile of S whose first key is `first`; -inf where hidden."""
-        bias = None
+        falls = None
         if fragments.k_scale is not None:
             s = s * fragments.k_scale
         if fragments.slope is not None:
             key = modifiers.positions(s.shape, 1, first, self.interpret)
             query = per_row(fragments.position, s.shape)
-            bias = score_tile.alibi(query, key, per_row(-fragments.slope, s.shape))
+            falls = score_tile.alibi(query, key, per_row(-fragments.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.interpret)
-        found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(bias=bias))
+        found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(falls=falls))
         x = found.x
         if masked:
             low = None if fragments.first is None else fragments.first - first
