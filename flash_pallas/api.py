@@ -347,8 +347,9 @@ def explain(
         differentiable: "reverse" or "any".
         backend: name of the implementation.
         blocks: tile sizes.
-        gpu: a GPU to answer for that need not be here: "A100", "A10", "L40S", "H100", "H200",
-            "B200" or "RTX 5090", in capitals or not; None is the device here.
+        gpu: a GPU to answer for that need not be here: "A100", "A10", "L40S", "RTX 4090", "H100",
+            "H200", "B200" or "RTX 5090", in capitals or not; None is that of the
+            `flash_pallas.target` around, else the device here.
 
     Returns:
         An `Explanation`; print it.

@@ -16,6 +16,8 @@ from flash_pallas.backends.xla import unnamed
 from flash_pallas.devices import DEVICES, targeted
 from flash_pallas.frontend import dispatch
 
+from . import exported as on_the_gpu
+
 KERNEL = "mosaic_gpu_v2"
 X = jax.random.normal(jax.random.key(0), (2, 128, 2, 64), jnp.bfloat16)
 
@@ -113,6 +115,8 @@ def test_one_program_has_kernels_for_cuda_and_jnp_for_the_cpu(function, gpu):
     with fp.target(gpu):
         program = exported(function, X, platforms=("cpu", "cuda"))
     assert kernels(program) and set(program.platforms) == {"cpu", "cuda"}
+    of_gpu = {"H200": "NVIDIA_H200_of_sm_90", "A100": "NVIDIA_A100_SXM4_80GB_of_sm_80"}[gpu]
+    assert f"this_program_was_made_for_{of_gpu};" in program.mlir_module()
     found = jax.export.deserialize(program.serialize()).call(X)
     for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(function(X)), strict=True):
         got, wanted = (np.asarray(x, np.float32) for x in (got, wanted))
@@ -159,3 +163,19 @@ def test_jnp_that_is_exported_for_want_of_a_target_is_a_warning(caplog):
         (record,) = caplog.records
         assert record.levelno == logging.WARNING and record.name == "flash_pallas"
         assert "blockwise jnp" in record.message and "flash_pallas.target('H100')" in record.message
+
+
+@pytest.mark.thorough(always=["bias", "decode"])
+@pytest.mark.parametrize("name", ["gqa", "bias", "packed", "decode", "ragged"])
+def test_programs_for_the_gpu_can_be_written_and_are_checked(name, tmp_path):
+    """Checks, by their jnp, the programs that tests/exported.py has run on a GPU."""
+    on_the_gpu.write(tmp_path, [name], platforms=("cpu", "cuda"))
+    found = on_the_gpu.check(tmp_path, [name])
+    assert len(found) == 2 and all(each["right"] for each in found.values()), found
+
+
+def test_a_wrong_program_is_found(tmp_path, monkeypatch):
+    on_the_gpu.write(tmp_path, ["decode"], platforms=("cpu", "cuda"))
+    monkeypatch.setattr(on_the_gpu, "LENGTHS", on_the_gpu.LENGTHS - 1)
+    found = on_the_gpu.check(tmp_path, ["decode"])
+    assert not any(each["right"] for each in found.values())

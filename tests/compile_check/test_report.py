@@ -19,6 +19,7 @@ from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import flash_pallas as fp
 from benchmarks.suites import SUITES
 from flash_pallas.backends.gpu import ahead
 from flash_pallas.backends.hopper import HopperBackend
@@ -469,6 +470,51 @@ def test_portable_forward_compiles_for_every_target(name):
     assert kernel.smem == tiles.bytes_of("forward", tile, problem)
     assert kernel.faults(target, 0) == []
     assert len(wrong) == 1 and wrong[0].endswith(f"> max_smem_bytes={target.smem}")
+
+
+def _compiled_elsewhere(made_for: str, loaded_on: str) -> str:
+    """Compiles a gradient made for one GPU where another is; returns what is printed and raised."""
+    jax.config.update("jax_platforms", "cpu")
+    find_tools()
+    x = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
+    loss = lambda x: fp.flash_attention(x, x, x, causal=True).astype(jnp.float32).sum()
+    with fp.target(made_for):
+        lowered = lower_for(TARGETS[loaded_on], jax.grad(loss), x)
+    assert "mosaic_gpu" in lowered.as_text()
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 2)
+        try:
+            lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            said = f"raised {error} "
+        else:
+            said = "compiled"
+        printed.seek(0)
+        return said + printed.read().decode()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("made_for", "loaded_on", "said"),
+    [
+        ("h200", "h200", None),
+        ("h100", "h200", None),
+        ("a100", "a100", None),
+        ("a100", "l40s", "this_program_was_made_for_NVIDIA_A100_SXM4_80GB_of_sm_80"),
+        ("l40s", "a100", "this_program_was_made_for_NVIDIA_L40S_of_sm_89"),
+        ("a100", "h200", "this_program_was_made_for_NVIDIA_A100_SXM4_80GB_of_sm_80"),
+        ("h200", "a100", "is not supported on sm_80"),
+        ("h200", "b200", ""),
+    ],
+)
+def test_what_is_made_for_a_gpu_compiles_on_no_other(made_for, loaded_on, said):
+    apart = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=apart) as pool:
+        found = pool.submit(_compiled_elsewhere, made_for, loaded_on).result()
+    if said is None:
+        assert found.startswith("compiled")
+    else:
+        assert found.startswith("raised") and said in found
 
 
 @pytest.mark.compile

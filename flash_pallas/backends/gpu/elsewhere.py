@@ -4,6 +4,11 @@ Mosaic GPU takes the compute capability from the default device, and 9.0 where t
 no setting for it, so its function is replaced: here and nowhere else. How much shared memory there
 is it asks too, only to refuse what takes more, which no kernel of this package does: their tile
 sizes are chosen for the GPU's own (devices.py). On a CPU it assumes 227 KB.
+
+A program that was exported is compiled where it is loaded, and most kernels would compile for
+another GPU, too: what was made for 163 KB of shared memory fails at its launch on a GPU of 99. So
+kernels hold an instruction that does not exist, behind a question to the compiler that costs
+nothing at run time: on the compute capability that it was made for, LLVM takes it out.
 """
 
 from __future__ import annotations
@@ -11,12 +16,34 @@ from __future__ import annotations
 import functools
 
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
-from ...devices import targeted
+from ...devices import Device, targeted
+
+_ASKED, _ASK = "flash_pallas_asked", "__nvvm_reflect"  # LLVM's question about what it compiles for
+
+
+def made_for_target(kernel):
+    """Returns a kernel that is lowered for the GPU of the `target` around, if there is one.
+
+    It compiles for GPUs of the same compute capability only.
+    """
+    _teach()
+    device = targeted()
+    if device is None:
+        return kernel
+
+    def bound(*refs):
+        plgpu.inline_mgpu()(functools.partial(_bind, device))()
+        kernel(*refs)
+
+    return bound
 
 
 @functools.cache
-def teach() -> None:
+def _teach() -> None:
     """Makes Mosaic GPU lower kernels for the GPU of the `target` around, if there is one."""
     here = utils._infer_arch
 
@@ -28,3 +55,31 @@ def teach() -> None:
         return major, minor
 
     utils._infer_arch = there
+
+
+def _bind(device: Device, context) -> None:
+    """Adds the instruction that ptxas refuses, where LLVM compiles for another capability."""
+    pointer, i32 = ir.Type.parse("!llvm.ptr"), ir.IntegerType.get_signless(32)
+    with ir.InsertionPoint(context.module.body):
+        llvm.GlobalOp(
+            ir.Type.parse("!llvm.array<12 x i8>"),
+            _ASKED,
+            ir.Attribute.parse("#llvm.linkage<internal>"),
+            constant=True,
+            value=ir.StringAttr.get("__CUDA_ARCH\0"),
+        )
+        type_ = ir.TypeAttr.get(ir.Type.parse("!llvm.func<i32 (ptr)>"))
+        llvm.LLVMFuncOp(_ASK, type_, sym_visibility="private")
+    asked = llvm.mlir_addressof(pointer, _ASKED)
+    found = llvm.call(i32, [asked], [], [], callee=_ASK)
+    number = device.capability.replace(".", "")
+    wanted = arith.constant(i32, int(number) * 10)
+    with utils.when(arith.cmpi(arith.CmpIPredicate.ne, found, wanted)):
+        name = "".join(x if x.isalnum() else "_" for x in device.kind)
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [],
+            f"this_program_was_made_for_{name}_of_sm_{number};",
+            "",
+            has_side_effects=True,
+        )

@@ -51,8 +51,7 @@ def launch(
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
     else:
         ahead.watch()
-        elsewhere.teach()
-        kernel = jax_0_11.repaired(kernel)
+        kernel = elsewhere.made_for_target(jax_0_11.repaired(kernel))
     call = plgpu.kernel(
         kernel,
         out_type=out,
