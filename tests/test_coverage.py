@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas.coverage import calls, check, dense, digests, expected, rows, run
+from flash_pallas.coverage import calls, check, command, dense, digests, expected, rows, run
 from flash_pallas.coverage.calls import Row
 from flash_pallas.coverage.rows import TARGETS, Target
 
@@ -241,9 +242,29 @@ def test_a_row_that_hangs_or_ends_its_process_is_told(monkeypatch):
 def test_results_are_kept_and_read_back(tmp_path):
     path = tmp_path / "found.json"
     right = check.Result("a: plain", "012345678901", check.RIGHT, 0.4567, "o: maximum")
-    run.write(path, run._entry(right), {"device": "NVIDIA H200"})
+    run.lines_of(path).write_text(run.line(right, "before"))
     assert run.read(path) == {"a: plain": ["012345678901", 0.46, "right"]}
+    run.write(path, run.read(path), {"device": "NVIDIA H200", "sources": "before"})
+    assert not run.lines_of(path).exists() and run.of_sources(path, "before") == {"a: plain"}
     hangs = check.Result("b: plain", "", check.HANGS, None, "took more than 5 s")
-    run.lines_of(path).write_text(run.line(hangs))
+    run.lines_of(path).write_text(run.line(hangs, "now") + '{"key": "c: pl')
     assert run.read(path).keys() == {"a: plain", "b: plain"}
+    assert run.of_sources(path, "now") == {"b: plain"}
+    run.mend(path)
+    assert run.lines_of(path).read_text() == run.line(hangs, "now")
     assert run.counts(run.read(path)) == "1 right, 0 wrong, 1 hangs, 0 fails"
+    assert len(run.sources()) == 12
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+    """Rows of these sources are left out; those of other sources only lower."""
+    for name in run.ENVIRONMENT:
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    given = argparse.Namespace(out=tmp_path / "found.json", only=[], processes=1, minutes=9.0)
+    row, targets = of("decode", "output"), {"xla": JNP}
+    found = command.over([row], targets, given)
+    assert found[row.key][-1] == check.RIGHT and "1 rows: 1 right" in capsys.readouterr().out
+    monkeypatch.setattr(run.Run, "over", lambda self, rows: pytest.fail() if list(rows) else None)
+    assert command.over([row], targets, given) == found

@@ -27,6 +27,7 @@ class Result:
         verdict: RIGHT, WRONG, HANGS (or ended its process), or FAILS (with an error).
         error: largest error of a result, as a part of what is allowed; that of the worst result.
         why: what was furthest off, or the error's text.
+        seconds: time that it took, compilation included.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Result:
     verdict: str
     error: float | None = None
     why: str = ""
+    seconds: float = 0.0
 
 
 def program(row: Row, target: Target) -> Callable:

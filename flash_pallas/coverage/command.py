@@ -40,7 +40,9 @@ def parser(program: str, about: str | None) -> argparse.ArgumentParser:
 
 def add_options(found: argparse.ArgumentParser) -> None:
     """Adds the options that `doctor --full` has too."""
-    found.add_argument("--only", default="", help="rows whose name contains this")
+    found.add_argument(
+        "--only", action="append", default=[], help="rows whose name contains this; may be repeated"
+    )
     found.add_argument("--processes", type=int, default=default_processes(), help="side by side")
     found.add_argument("--minutes", type=float, default=math.inf, help="then no further row begins")
     found.add_argument("--out", type=Path, default=Path("gpu_coverage.json"), help="the results")
@@ -75,17 +77,20 @@ def over(
     given: argparse.Namespace,
 ) -> dict[str, list[Any]]:
     """Runs rows and writes the file of results; returns what it has."""
-    before, begin = run.read(given.out), time.monotonic()
+    before, begin, sources = run.read(given.out), time.monotonic(), run.sources()
+    same = run.of_sources(given.out, sources)
+    left = [row for row in wanted if row.key not in same or before[row.key][-1] != RIGHT]
     run.prepare()
+    run.mend(given.out)
     with run.lines_of(given.out).open("a") as lines:
 
         def report(result: Result) -> None:
-            lines.write(run.line(result))
+            lines.write(run.line(result, sources))
             lines.flush()
             done[0] += 1
             if result.verdict != RIGHT:
-                print(f"\n{result.verdict.upper()} {result.key}: {result.why}")
-            part = (done[0] + work.unchanged) / len(wanted)
+                print(f"\n{result.verdict.upper()} {result.key}: {result.why}", flush=True)
+            part = (len(wanted) - len(left) + done[0]) / len(wanted)
             bar = "#" * round(BAR * part)
             minutes = (time.monotonic() - begin) / 60.0
             print(f"\r[{bar:<{BAR}}] {part:4.0%} {minutes:5.1f} min", end="", flush=True)
@@ -93,12 +98,14 @@ def over(
         done = [0]
         until = begin + 60.0 * given.minutes
         work = run.Run(targets, before, report, given.processes, until)
-        work.over(wanted)
+        work.over(left)
     print()
+    same = run.of_sources(given.out, sources)
     found = run.read(given.out)
     if not given.only:  # rows that are no more
         found = {key: found[key] for key in (row.key for row in wanted) if key in found}
-    run.write(given.out, found, run.provenance() | {"commit": commit()})
+    about = run.provenance() | {"commit": commit()}
+    run.write(given.out, found, about | {"sources": sources if same >= found.keys() else None})
     missing = sum(row.key not in found for row in wanted)
     print(f"{len(found)} rows: {run.counts(found)}; {missing} of the list have not run yet")
     return found
@@ -107,10 +114,16 @@ def over(
 def full(given: argparse.Namespace) -> bool:
     """Runs every kernel that this GPU can choose, for `doctor --full`; returns if all are right."""
     targets = targets_here()
-    wanted = [row for row in rows(targets) if given.only in row.key]
+    wanted = chosen(targets, given)
     found = over(wanted, targets, given)
     print(f"attach {given.out} to an issue of flash_pallas, so that this GPU is known to work")
     return all(entry[-1] == RIGHT for entry in found.values())
+
+
+def chosen(targets: dict[str, Target], given: argparse.Namespace) -> list[Row]:
+    """Returns the rows that the command line asks for."""
+    named = given.only or [""]
+    return [row for row in rows(targets) if any(name in row.key for name in named)]
 
 
 def commit() -> str | None:
@@ -150,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     needs_none = given.list or given.check
     run.prepare()
     targets = named or (TARGETS if needs_none else targets_here())
-    wanted = [row for row in rows(targets) if given.only in row.key]
+    wanted = chosen(targets, given)
     if given.list:
         print("\n".join(row.key for row in wanted))
         print(f"{len(wanted)} rows", file=sys.stderr)

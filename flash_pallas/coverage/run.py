@@ -2,13 +2,14 @@
 
 A row that takes too long, or ends its process, costs that process and nothing else. Results are
 appended to a file of lines as they come, so that a run that ends early goes on where it stopped:
-rows whose kernels have not changed since are left out.
+rows that have run with these sources are left out, and those whose kernels are the same only lower.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import math
 import multiprocessing
@@ -57,12 +58,15 @@ def serve(connection) -> None:
         row, target, before = connection.recv()
         if row is None:
             return
+        begin = time.monotonic()
         try:
             known = before is not None and check.digest(row, target) == before
             found = None if known else check.run(row, target)
         except Exception as error:  # whatever stage it comes from, the row has not run
             text = f"{type(error).__name__}: {error}".strip()[:300]
             found = Result(row.key, "", FAILS, None, text)
+        if found is not None:
+            found = dataclasses.replace(found, seconds=round(time.monotonic() - begin, 1))
         connection.send(found)
         if count % ROWS_HELD == 0:
             jax.clear_caches()
@@ -105,7 +109,6 @@ class Run:
         report: is told each new Result.
         processes: number of processes.
         until: time (of time.monotonic) after which no row begins.
-        unchanged: number of rows that need not run.
     """
 
     targets: dict[str, Target]
@@ -113,7 +116,6 @@ class Run:
     report: Callable[[Result], None]
     processes: int = PROCESSES
     until: float = math.inf
-    unchanged: int = 0
 
     def over(self, rows: Iterable[Row]) -> None:
         """Runs the rows, or as many as there is time for."""
@@ -147,7 +149,8 @@ class Run:
             if time.monotonic() > worker.until:
                 return self._instead(worker, f"took more than {LIMIT:.0f} s")
         elif told is None:
-            self.unchanged, worker.row = self.unchanged + 1, None
+            self._unchanged(worker.row)
+            worker.row = None
         elif isinstance(told, Result):
             self.report(told)
             worker.row = None
@@ -155,6 +158,12 @@ class Run:
                 worker.end()
                 return Worker()
         return worker
+
+    def _unchanged(self, row: Row | None) -> None:
+        """Reports a row whose kernels have run before."""
+        assert row is not None
+        digest, error, verdict = self.before[row.key]
+        self.report(Result(row.key, digest, verdict, error, "has run before"))
 
     def _instead(self, worker: Worker, why: str) -> Worker:
         """Ends a worker that is stuck or gone; returns another one."""
@@ -177,20 +186,45 @@ def lines_of(path: Path) -> Path:
 def read(path: Path) -> dict[str, list[Any]]:
     """Returns what a file of results and its file of lines have: [digest, error, verdict]."""
     found = json.loads(path.read_text())["rows"] if path.exists() else {}
-    if lines_of(path).exists():
-        for line in lines_of(path).read_text().splitlines():
-            found |= _entry(Result(**json.loads(line)))
-    return found
+    return found | {line["key"]: _entry(line) for line in _lines(path)}
 
 
-def line(result: Result) -> str:
+def of_sources(path: Path, digest: str) -> set[str]:
+    """Returns the keys of the rows in a file that have run with the sources of this digest."""
+    found = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    keys = set(found["rows"]) if found.get("sources") == digest else set()
+    return keys | {line["key"] for line in _lines(path) if line["sources"] == digest}
+
+
+def sources() -> str:
+    """Returns a digest of the package."""
+    folder, found = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def line(result: Result, sources: str) -> str:
     """Returns what is appended to the file of lines."""
-    return json.dumps(dataclasses.asdict(result)) + "\n"
+    return json.dumps(dataclasses.asdict(result) | {"sources": sources}) + "\n"
 
 
-def _entry(result: Result) -> dict[str, list[Any]]:
-    error = None if result.error is None else float(f"{result.error:.2g}")
-    return {result.key: [result.digest, error, result.verdict]}
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = lines_of(path).read_text() if lines_of(path).exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def mend(path: Path) -> None:
+    """Cuts off a line in the middle of which a run has ended."""
+    with lines_of(path).open("a+") as lines:
+        lines.seek(0)
+        whole = lines.read().rfind("\n") + 1
+        lines.truncate(whole)
+
+
+def _entry(line: dict[str, Any]) -> list[Any]:
+    error = None if line["error"] is None else float(f"{line['error']:.2g}")
+    return [line["digest"], error, line["verdict"]]
 
 
 def write(path: Path, found: dict[str, list[Any]], about: dict[str, Any]) -> None:
