@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.common import far_rows
+from flash_pallas.core import mesh_axes
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.nn import RingCache, ScaledCache
@@ -117,6 +118,51 @@ def test_a_captured_array_that_jax_cannot_index(devices):
         *(whole[0],) * 3, score_mod=lambda score, b, n, i, j: score * whole[1][b][n]
     )
     assert_close(fp.flash_attention(x, x, x, score_mod=mod), expected)
+
+
+# Functions of jnp that are jitted by themselves, loops and branches: all are traced with types of
+# the mesh, and replayed where the function is evaluated.
+OF_JNP = {
+    "remainder": lambda w, u: lambda s, b, n, i, j: s * ((i + j) % u[b, n] + 1).astype(s.dtype),
+    "zeros like": lambda w, u: (
+        lambda s, b, n, i, j: s + jnp.where(u > 2, w, jnp.zeros_like(w))[b, n]
+    ),
+    "one hot": lambda w, u: lambda s, b, n, i, j: s + jax.nn.one_hot(u, 9)[b, n, 2] * w[b, n],
+    "lower triangle": lambda w, u: lambda s, b, n, i, j: s + jnp.tril(w)[b, n],
+    "random": lambda w, u: (
+        lambda s, b, n, i, j: (
+            s + jax.random.uniform(jax.random.fold_in(jax.random.key(0), n)) * w[b, n]
+        )
+    ),
+    "a branch": lambda w, u: (
+        lambda s, b, n, i, j: s + jax.lax.cond(n > 2, lambda x: x, jnp.sin, w[b, n])
+    ),
+    "a loop": lambda w, u: (
+        lambda s, b, n, i, j: s + jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), w[b, n])
+    ),
+    "a search": lambda w, u: (
+        lambda s, b, n, i, j: s + w[b, n] * jnp.searchsorted(jnp.arange(4), n).astype(s.dtype)
+    ),
+}
+
+
+@pytest.mark.thorough(always=["remainder"])
+@pytest.mark.parametrize("name", OF_JNP)
+def test_a_score_mod_calls_functions_of_jnp(devices, name):
+    jax.clear_caches()  # or one that was traced elsewhere is found, with types of no mesh
+    mesh = mesh_of(devices, AxisType.Explicit, data=2, model=2)
+    u = jnp.arange(16, dtype=jnp.int32).reshape(4, 4) % 5 + 1
+
+    def attend(x, w):
+        cut = put(mesh, u, P("data", "model")) if mesh_axes.mesh_of(w) else u
+        return fp.flash_attention(x, x, x, score_mod=OF_JNP[name](w, cut))
+
+    args = draw(4, 12, 4, 8), draw(4, 4)
+    expected = gradient(attend)(*args)
+    jax.clear_caches()
+    with jax.set_mesh(mesh):
+        found = gradient(attend)(*map(partial(put, mesh), args, (BOTH, P("data", "model"))))
+    assert_close(found, expected)
 
 
 CACHES = {

@@ -172,9 +172,8 @@ class BlockMask:
                     f"counts has shape {counts.shape}: it must be {index.shape[:3]}, one for each "
                     "list of kv_indices"
                 )
-            place = lax.broadcasted_iota(jnp.int32, index.shape, 3)
-            index = jnp.where(place < counts[..., None], index, -1)
-        lists = block_lists.of_indices(index, WHOLE, kv_blocks)
+        listed = lambda *given: _lists_of_indices(*given, kv_blocks)
+        lists = _on_mesh(listed, index, counts)
         return cls(lists, None, None, *sizes, "indices")
 
     @classmethod
@@ -207,8 +206,7 @@ class BlockMask:
         sizes = _checked_sizes(q_len, kv_len, block)
         mask = jnp.asarray(mask)
         states = lambda mask: _states_of_dense(mask, sizes[2])
-        leading = PartitionSpec(*mesh_axes.spec_of(mask)[:2])
-        lists = block_lists.of_states(mesh_axes.compiled_as_auto(states, (mask,), leading))
+        lists = _on_mesh(lambda mask: block_lists.of_states(states(mask)), mask)
         return cls(lists, None, mask, *sizes, "dense")
 
     def __and__(self, other: BlockMask) -> BlockMask:
@@ -222,9 +220,9 @@ class BlockMask:
         self._check_alike(other)
         traced = _joined(operator.and_, self, other)
         given = [x.mask for x in (self, other) if x.mask is not None]
-        mask = functools.reduce(operator.and_, given) if given else None
+        mask = _on_mesh(lambda *x: functools.reduce(operator.and_, x), *given) if given else None
         kinds = sorted({*self.kind.split(" and "), *other.kind.split(" and ")})
-        found = self._with(jnp.minimum(self._states, other._states), traced, mask)
+        found = self._with(jnp.minimum, other, traced, mask)
         return dataclasses.replace(found, kind=" and ".join(kinds))
 
     def __or__(self, other: BlockMask) -> BlockMask:
@@ -245,8 +243,8 @@ class BlockMask:
                 "mask_mod, or combine the outputs of two calls by their log-sum-exp"
             )
         traced = _joined(operator.or_, self, other)
-        mask = None if self.mask is None else self.mask | other.mask
-        return self._with(jnp.maximum(self._states, other._states), traced, mask)
+        mask = None if self.mask is None else _on_mesh(operator.or_, self.mask, other.mask)
+        return self._with(jnp.maximum, other, traced, mask)
 
     @property
     def sparsity(self) -> float:
@@ -256,6 +254,9 @@ class BlockMask:
 
     def to_dense(self) -> Bool[Array, "#B #N T S"]:
         """Returns the mask as bool [B or 1, N or 1, T, S]: for tests, as it is large."""
+        return _on_mesh(BlockMask._dense, self)
+
+    def _dense(self):
         states = jnp.repeat(jnp.repeat(self._states, self.block[0], 2), self.block[1], 3)
         states = states[:, :, : self.q_len, : self.kv_len]
         seen = states != EMPTY
@@ -281,7 +282,7 @@ class BlockMask:
             █▒·
             ██▒
         """
-        states = np.asarray(self._states[batch, head])
+        states = np.asarray(_on_mesh(lambda mask: mask._states, self))[batch, head]
         for axis in (0, 1):
             step = -(-states.shape[axis] // width)
             starts = np.arange(0, states.shape[axis], step)
@@ -325,8 +326,9 @@ class BlockMask:
     def _states(self):
         return block_lists.states_of(self.lists, self._shape[1])
 
-    def _with(self, states, traced, mask) -> BlockMask:
-        lists = block_lists.of_states(states)
+    def _with(self, join: Callable, other: BlockMask, traced, mask) -> BlockMask:
+        joined = lambda *masks: block_lists.of_states(join(*(x._states for x in masks)))
+        lists = _on_mesh(joined, self, other)
         return dataclasses.replace(self, lists=lists, traced=traced, mask=mask)
 
     def _check_alike(self, other: BlockMask) -> None:
@@ -445,6 +447,33 @@ def lists_of_positions(mod: mods.Mod, q_len: int, kv_len: int) -> OwnLists:
     counts, kv_blocks = lists[..., 1], _blocks(*sizes)[1]
     longest = block_lists.COUNTS + max(int(counts.max()), 1)
     return OwnLists(lists[..., :longest], 1.0 - counts.sum() / (counts.size * kv_blocks))
+
+
+def _lists_of_indices(index, counts, kv_blocks: int):
+    """Returns `lists` of numbers of blocks, of which the first `counts` of each list count."""
+    if counts is not None:
+        place = lax.broadcasted_iota(jnp.int32, index.shape, 3)
+        index = jnp.where(place < counts[..., None], index, -1)
+    return block_lists.of_indices(index, WHOLE, kv_blocks)
+
+
+def _on_mesh(call: Callable, *given):
+    """Returns call(*given), an array [B or 1, N or 1, ...] that is sharded as what is given is.
+
+    Args:
+        call: of arrays and of BlockMasks.
+        given: these, of several batch entries and heads, or of one for all.
+    """
+    if mesh_axes.mesh_of(given) is None:
+        return call(*given)
+    arrays = [x for x in jax.tree.leaves(given) if x.ndim > 2]
+    cuts: list[tuple[str, ...]] = []
+    for axis in (0, 1):
+        size = max(x.shape[axis] for x in arrays)
+        named = (mesh_axes.names_of(x)[axis] for x in arrays if x.shape[axis] == size)
+        free = (names for names in named if names and set(names).isdisjoint(sum(cuts, ())))
+        cuts.append(next(free, ()))
+    return mesh_axes.compiled_as_auto(call, given, PartitionSpec(*(x or None for x in cuts)))
 
 
 def _states_of_dense(mask, block: tuple[int, int]):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
+from jax.sharding import AxisType
 
 # Primitives that work element by element, with their parameters unchanged by the shape.
 _NAMES = """
@@ -51,7 +52,7 @@ class Tape:
         for var, constant in zip(jaxpr.constvars, constants, strict=True):
             names[var] = object()
             self.constants[names[var]] = constant
-        read = lambda atom: atom if isinstance(atom, Literal) else names[atom]
+        read = lambda atom: _plain(atom) if isinstance(atom, Literal) else names[atom]
         for eqn in jaxpr.eqns:
             operands = [read(x) for x in eqn.invars]
             if eqn.primitive.name in CALLS:
@@ -59,7 +60,7 @@ class Tape:
                 body, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
                 names.update(zip(eqn.outvars, self.inline(body, consts, operands), strict=True))
                 continue
-            if eqn.primitive.name == "pvary":
+            if eqn.primitive.name == "pvary" or _leaves_types(eqn):
                 # Of a value only its type changes, which whoever evaluates a step sees to.
                 names.update(zip(eqn.outvars, operands, strict=True))
                 continue
@@ -77,6 +78,20 @@ class Tape:
                 kept.append(equation)
                 wanted.update(x for x in operands if not isinstance(x, Literal))
         return kept[::-1]
+
+
+def _plain(literal: Literal) -> Literal:
+    """Returns a literal whose type names no mesh, as those of `jax.sharding.auto_axes` do."""
+    if jax.typeof(literal.val).sharding.mesh.empty:
+        return literal
+    value = np.asarray(literal.val)
+    return Literal(value, jax.typeof(value))
+
+
+def _leaves_types(eqn) -> bool:
+    """Says whether a value enters `jax.sharding.auto_axes`, as those of jax.random do."""
+    mesh = getattr(eqn.params.get("dst_sharding"), "mesh", None)
+    return mesh is not None and AxisType.Explicit not in mesh.axis_types
 
 
 def fill(x, shape: tuple[int, ...]):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -52,6 +53,32 @@ def compiled_as_auto(call, args: tuple, specs) -> Any:
         return call(*args)
     out = jax.tree.map(partial(NamedSharding, mesh), specs)
     return jax.sharding.auto_axes(call, axes=mesh.explicit_axes, out_sharding=out)(*args)
+
+
+def whole(tree):
+    """Returns arrays of which every device has all; a no-op where no Explicit axis shards them."""
+    return jax.tree.map(_whole, tree)
+
+
+def _whole(x):
+    mesh = mesh_of(x)
+    if mesh is None or not any(names_of(x)):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def whole_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns parameters of a primitive whose results every device is to have whole."""
+    return {
+        name: NamedSharding(x.mesh, PartitionSpec()) if isinstance(x, NamedSharding) else x
+        for name, x in params.items()
+    }
+
+
+def repeated(x, times: int, axis: int):
+    """Returns x with every entry of an axis `times` times, sharded as x is."""
+    repeat = lambda x: jnp.repeat(x, times, axis=axis)
+    return compiled_as_auto(repeat, (x,), spec_of(x))
 
 
 def folded(x, kept: int):

@@ -12,6 +12,7 @@ before the two meet is evaluated outside as well, one int32 for every query or k
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec
 
 from . import mesh_axes
 from .apart import apart
@@ -100,7 +100,8 @@ def trace(
     """
     index = jax.ShapeDtypeStruct((), jnp.int32)
     leading = () if score_dtype is None else (jax.ShapeDtypeStruct((), score_dtype),)
-    closed = _jaxpr(function, *leading, *(index,) * 4)
+    with _whole_arrays_asked_for():
+        closed = jax.make_jaxpr(function)(*leading, *(index,) * 4)
     _check_result(closed, score_dtype)
     tape = Tape()
     arguments = [object() for _ in closed.jaxpr.invars]
@@ -269,8 +270,9 @@ def _evaluate_vector(tape: Tape, known, vector: _Vector, indices, entries, posit
     shared = len(of_side) == 1
     rows = jax.vmap(one, (None, None, 0))
     call = jax.vmap(rows, (None, 0, None if shared else 0))
-    given = list(tape.constants.values()), entries, of_side[0] if shared else of_side
-    return mesh_axes.compiled_as_auto(lambda *x: [call(*x)], given, [PartitionSpec()])[0]
+    constants = mesh_axes.whole(list(tape.constants.values()))
+    with _whole_arrays_asked_for():
+        return call(constants, entries, of_side[0] if shared else of_side)
 
 
 def _is_discrete(dtype) -> bool:
@@ -294,9 +296,11 @@ def joined(join: Callable, one: Traced, other: Traced) -> Traced:
     return Traced(Mod(text, used, step, first.vectors + second.vectors), params, vectors)
 
 
-def _jaxpr(function, *arguments):
+@contextlib.contextmanager
+def _whole_arrays_asked_for():
+    """Translates JAX's error about an array that an Explicit mesh axis cuts."""
     try:
-        return jax.make_jaxpr(function)(*arguments)
+        yield
     except Exception as error:
         if type(error).__name__ != "ShardingTypeError":  # of which JAX has no public name
             raise
@@ -352,12 +356,12 @@ def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> Any:
         return [jnp.asarray(x) for x in found]
 
     call = jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None))
-    arguments = list(tape.constants.values()), *numbers
-    return mesh_axes.compiled_as_auto(call, arguments, [PartitionSpec()] * len(needed))
+    with _whole_arrays_asked_for():  # JAX has refused none but within loops and branches
+        return call(mesh_axes.whole(list(tape.constants.values())), *numbers)
 
 
 def _bind(values, primitive, params, operands, results):
-    found = primitive.bind(*operands, **params)
+    found = primitive.bind(*operands, **mesh_axes.whole_params(params))
     found = found if primitive.multiple_results else [found]
     values.update(zip(results, found, strict=True))
 

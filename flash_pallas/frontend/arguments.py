@@ -392,7 +392,7 @@ def mask(value, sizes: Sizes, block_mask: BlockMask | None = None):
         return value
     if value.shape[0] != of_blocks.shape[0]:
         value, of_blocks = (
-            jnp.repeat(x, sizes.batch // len(x), axis=0) for x in (value, of_blocks)
+            mesh_axes.repeated(x, sizes.batch // len(x), axis=0) for x in (value, of_blocks)
         )
     return value & of_blocks
 
@@ -581,7 +581,7 @@ def _per_query_head(x, sizes: Sizes):
     """
     if x.shape[1] in (1, sizes.q_heads):
         return x
-    return jnp.repeat(x, sizes.q_heads // sizes.kv_heads, axis=1)
+    return mesh_axes.repeated(x, sizes.q_heads // sizes.kv_heads, axis=1)
 
 
 def _array(name: str, x, shape):

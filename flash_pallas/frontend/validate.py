@@ -80,15 +80,8 @@ class Call:
         operands = self.operands
         if self.empty_rows == "zero" or operands.sinks is not None or not self._may_be_empty:
             return o
-        empty = (lse == -jnp.inf).swapaxes(1, 2)
-        valid = padding.valid_queries(operands)
-        empty = empty if valid is None else empty & valid[..., None]
-        values = padding.finite(operands, operands.v).astype(lse.dtype)
-        values = values.mean(axis=1, keepdims=True)
-        mean = jnp.repeat(values, self.problem.group, axis=2)
-        # Of all rows before the cast: the transpose would sum cotangents of rows in o's dtype.
-        mean = jnp.broadcast_to(mean, o.shape).astype(o.dtype)
-        return jnp.where(empty[..., None], mean, o)
+        given = operands._replace(bias=None, mask=None, block_lists=None)
+        return mesh_axes.compiled_as_auto(_with_means, (given, o, lse), mesh_axes.spec_of(o))
 
     @property
     def _may_be_empty(self) -> bool:
@@ -111,6 +104,19 @@ class Call:
             return o, lse, max_logit
         restore = lambda x: mesh_axes.unfolded(x, self.batch_shape, self.queries)
         return restore(o), restore(lse), None if max_logit is None else restore(max_logit)
+
+
+def _with_means(operands: Operands, o, lse):
+    """Returns o with the mean of all values in rows whose log-sum-exp is -inf."""
+    empty = (lse == -jnp.inf).swapaxes(1, 2)
+    valid = padding.valid_queries(operands)
+    empty = empty if valid is None else empty & valid[..., None]
+    values = padding.finite(operands, operands.v).astype(lse.dtype)
+    values = values.mean(axis=1, keepdims=True)
+    mean = jnp.repeat(values, o.shape[2] // values.shape[2], axis=2)
+    # Of all rows before the cast: the transpose would sum cotangents of rows in o's dtype.
+    mean = jnp.broadcast_to(mean, o.shape).astype(o.dtype)
+    return jnp.where(empty[..., None], mean, o)
 
 
 def canonicalize(q, k, v, arguments: Arguments) -> Call:

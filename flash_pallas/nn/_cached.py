@@ -296,7 +296,7 @@ def _whole(x, scale, page_table, dtype):
     if page_table is not None:
         x = gather_pages(x, page_table)
         if scale is not None:
-            scale = jnp.repeat(gather_pages(scale, page_table), spans, axis=1)
+            scale = mesh_axes.repeated(gather_pages(scale, page_table), spans, axis=1)
     if scale is not None:
         x = x.astype(jnp.float32) * scale
     return x.astype(dtype)

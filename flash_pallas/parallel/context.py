@@ -119,13 +119,6 @@ def context_parallel_attention(
     }
     rows = {name: as_int32(name, x) for name, x in rows.items() if x is not None}
     _check_rows(rows, q.shape[:2])
-    length, shards = q.shape[1], cuts.shards(cuts.sequence)
-    uneven = bool(length % shards) and layout == "contiguous"
-    if uneven:
-        if not set(_IDS) & set(rows):
-            rows |= dict.fromkeys(_IDS, jnp.zeros(q.shape[:2], jnp.int32))
-        q, k, v = (_lengthened(x, shards, 0) for x in (q, k, v))
-        rows = {n: _lengthened(x, shards, -1 if n in _IDS else 0) for n, x in rows.items()}
     given = rows | {
         "sinks": sinks,
         "dropout_seed": None if dropout_seed is None else seed_words(dropout_seed),
@@ -133,8 +126,7 @@ def context_parallel_attention(
     given = {name: x for name, x in given.items() if x is not None}
     static = {"strategy": strategy, "layout": layout, "return_lse": return_lse, **options}
     static = {name: _static(name, x, q.shape[3]) for name, x in static.items()}
-    found = _on_devices(cuts, tuple(sorted(static.items())), q, k, v, given)
-    return jax.tree.map(partial(_shortened, length), found) if uneven else found
+    return _on_devices(cuts, tuple(sorted(static.items())), q, k, v, given)
 
 
 def _static(name: str, value, head_dim: int):
@@ -161,6 +153,12 @@ def _static(name: str, value, head_dim: int):
 def _on_devices(cuts: Cuts, options, q, k, v, given):
     """Runs `sharded_attention` on every device; jitted, or an eager call would run op by op."""
     static = dict(options)
+    length, uneven = q.shape[1], q.shape[1] % cuts.shards(cuts.sequence) > 0
+    if uneven:
+        if not set(_IDS) & set(given):
+            given = given | dict.fromkeys(_IDS, jnp.zeros(q.shape[:2], jnp.int32))
+        q, k, v = (_lengthened(cuts, name, x) for name, x in zip("qkv", (q, k, v), strict=True))
+        given = {name: _lengthened(cuts, name, x) for name, x in given.items()}
     rows, specs = cuts.spec("o"), {name: cuts.spec(name) for name in given}
     place = {"axis": cuts.sequence, "shard_axes": (cuts.batch, cuts.heads)}
     local = jax.shard_map(
@@ -173,7 +171,8 @@ def _on_devices(cuts: Cuts, options, q, k, v, given):
         put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(cuts.mesh, spec))
         q, k, v = (put(x, rows) for x in (q, k, v))
         given = {name: put(x, specs[name]) for name, x in given.items()}
-    return local(q, k, v, given)
+    found = local(q, k, v, given)
+    return jax.tree.map(partial(_shortened, length), found) if uneven else found
 
 
 def sharded_attention(
@@ -299,11 +298,17 @@ def _check(name: str, value, choices):
         raise ValueError(f"{name} is {value!r}: choose one of {', '.join(map(repr, choices))}")
 
 
-def _lengthened(x, shards: int, value: int):
-    """Pads x [B, T, ...] so that T is a multiple of the shards."""
+def _lengthened(cuts: Cuts, name: str, x):
+    """Pads an array [B, T, ...] so that the devices divide T; others are as they were."""
+    if name in ("sinks", "dropout_seed"):
+        return x
+    if AxisType.Explicit in cuts.mesh.axis_types:  # where only a whole axis can be of any length
+        batch, _, *heads = cuts.spec(name)
+        whole = PartitionSpec(batch, None, *heads)
+        x = jax.sharding.reshard(x, NamedSharding(cuts.mesh, whole))
     after = [(0, 0)] * x.ndim
-    after[1] = (0, -x.shape[1] % shards)
-    return jnp.pad(x, after, constant_values=value)
+    after[1] = (0, -x.shape[1] % cuts.shards(cuts.sequence))
+    return jnp.pad(x, after, constant_values=-1 if name in _IDS else 0)
 
 
 def _shortened(length: int, x):
