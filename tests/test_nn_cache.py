@@ -85,7 +85,7 @@ CACHES = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["ring-window-nnx"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize(("cache", "name"), CACHES)
 def test_token_by_token_is_one_forward(kind, cache, name):

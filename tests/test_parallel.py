@@ -53,7 +53,7 @@ def test_a_seed_of_any_type_drops_what_it_drops_on_one_device(devices, seed):
     np.testing.assert_allclose(found, fp.flash_attention(*inputs(), **options), **ATOL)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["ulysses"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
     """Compares dropout with one device, with the batch or the heads cut as well."""

@@ -112,7 +112,7 @@ def test_features_that_are_off_leave_no_trace(name):
     assert all(len(shape) == 4 for primitive, shape in found if primitive == "abs")
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["entries1"])
 @pytest.mark.parametrize("entries", [(2, 1), (1, 3), (2, 3)])
 def test_a_bias_shared_by_part_of_the_batch(entries):
     batch, n, t, s, h = (2, 3), 2, 40, 50, 8
