@@ -10,7 +10,7 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from .backends.base import Backend
-from .core import decode, mesh_axes, softmax, undifferentiable
+from .core import decode, mesh_axes, softmax, undifferentiable, width
 from .core import kv_blocks as kv_blocks_
 from .core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from .core.problem import Outputs
@@ -298,6 +298,7 @@ def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     return out.o, softmax.natural(out.lse_log2, out.shift, unit)
 
 
+@width.of_queries
 def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard."""
 
@@ -308,7 +309,7 @@ def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
 
 def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
     """Returns operands -> Outputs; vmap folds its axis into the batch, and blocks fit that."""
-    call = custom_vmap(partial(backend.decode, spec, blocks))
+    call = custom_vmap(width.of_queries(partial(backend.decode, spec, blocks)))
 
     @call.def_vmap
     def fold(size, is_batched, operands):

@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 
 from .backends.base import Backend
 from .cache import append_packed
-from .core import mesh_axes, ragged, softmax, undifferentiable
+from .core import mesh_axes, ragged, softmax, undifferentiable, width
 from .core.problem import Outputs
 from .core.ragged import RaggedOperands, RaggedSpec
 from .frontend import arguments as checks
@@ -308,13 +308,14 @@ def _packed(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Out
     return jax.tree.map(lambda x: x[None], out)
 
 
+@width.of_queries
 def _fitted(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Outputs:
     """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard.
 
     Members of a vmap run one after the other: each has sequences and lengths of its own.
     """
     blocks = backend.ragged_blocks(ragged.describe(operands, spec))
-    call = custom_vmap(partial(backend.ragged, spec, blocks))
+    call = custom_vmap(width.of_queries(partial(backend.ragged, spec, blocks)))
 
     @call.def_vmap
     def each(size, is_batched, operands):

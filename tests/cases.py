@@ -70,6 +70,8 @@ class Case:
             entry. Scores are as exact as with `additive`, and several keys share the row max.
         integers: dtype of lengths, offsets and ids, where it can hold their values.
         seed_kind: type that carries the seed: "int", "numpy", "array", "uint32" or "key".
+        x64: whether `jax_enable_x64` is on and side arrays, of numbers that their usual dtype
+            holds, are float64.
     """
 
     name: str
@@ -111,9 +113,20 @@ class Case:
     magnitude: int | tuple[int, ...] = 0
     integers: str = "int32"
     seed_kind: str = "int"
+    x64: bool = False
 
     def __str__(self):
         return self.name
+
+    @property
+    def width(self):
+        """The context in which the case runs."""
+        return jax.enable_x64(self.x64 or jax.config.jax_enable_x64)
+
+    @property
+    def usual(self) -> Case:
+        """The same numbers in the dtypes that every program has: the oracle's case."""
+        return dataclasses.replace(self, integers="int32", x64=False)
 
     @property
     def rounds(self) -> bool:
@@ -210,11 +223,15 @@ class Case:
                 dlse.swapaxes(1, 2)[self._padding(self.T, self.q_lengths, None)] = np.nan
             _poison_bias(side.get("bias"), queries, keys)
         exact = jnp.float64 if self.dtype == "float64" else jnp.float32
+        wide = self.x64 and jax.config.jax_enable_x64
+        widened = lambda x: x.astype(jnp.float64) if wide else x
         return Inputs(
             *(jnp.asarray(x, self.dtype) for x in (q, k, v, do)),
             dlse=jnp.asarray(dlse, exact),
             side={
-                name: jnp.asarray(x, self.dtype if name == "bias" and not self.additive else exact)
+                name: widened(
+                    jnp.asarray(x, self.dtype if name == "bias" and not self.additive else exact)
+                )
                 for name, x in side.items()
             },
             given={name: jnp.asarray(self._as_asked(name, x)) for name, x in given.items()},

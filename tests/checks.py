@@ -74,7 +74,8 @@ def run(call, case: Case, seed: int = 0) -> Results:
     """Runs `call` on the case: outputs and gradients in one jitted program."""
     if case.deterministic:
         call = partial(call, deterministic=True)
-    return _widen(jax.jit(partial(_outputs_and_gradients, call, case))(case.inputs(seed)))
+    with case.width:
+        return _widen(jax.jit(partial(_outputs_and_gradients, call, case))(case.inputs(seed)))
 
 
 def _outputs_and_gradients(call, case: Case, x: Inputs, arguments=Case.arguments) -> Results:
@@ -198,7 +199,7 @@ def assert_matches_oracle(call, case: Case, seed: int = 0, *, kernels: bool = Fa
         seed: seed of the inputs.
         kernels: whether these are the Hopper kernels, which have bounds of their own.
     """
-    usual = dataclasses.replace(case, integers="int32")
+    usual = case.usual
     if kernels and case.dtype == "float32":
         limits = bounds_in_parts(usual, seed)
     else:

@@ -36,7 +36,12 @@ import jax
 from jax._src import callback
 from jax._src import core as jax_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
+from jax._src.pallas.mosaic_gpu.interpret import (
+    gpu_callbacks,
+    interpret_pallas_call,
+    jaxpr_interpret,
+    shared_memory,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flash_pallas.backends.gpu import inline
@@ -186,6 +191,12 @@ def _next_block(original, memory) -> None:
         gpu_callbacks._races.block += 1
 
 
+def _interpret_narrow(original, *args, **kwargs):
+    """Interprets a kernel without `jax_enable_x64`, as it was traced and as its threads run."""
+    with jax.enable_x64(False):
+        return original(*args, **kwargs)
+
+
 @functools.cache
 def _install() -> None:
     if int(os.environ.get("NPROC", "0")) < 16:
@@ -198,3 +209,4 @@ def _install() -> None:
     _patch(shared_memory.Barrier, "__init__", _watch_barrier, wrap=True)
     _patch(shared_memory.GPUSharedMemory, "reset_per_cluster_state", _next_block, wrap=True)
     _patch(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret, wrap=True)
+    _patch(interpret_pallas_call, "interpret_pallas_call", _interpret_narrow, wrap=True)

@@ -91,9 +91,10 @@ def try_call(gpu: Gpu, seed: int, number: int) -> Outcome:
     """Lowers one call; must run within `on`."""
     call = random_call(seed, number)
     try:
-        call = _with_blocks(gpu, call, seed, number)
-        traced = jax.jit(call.run(gpu.backend)).trace(*call.arguments)
-        traced.lower(lowering_platforms=("cuda",))
+        with jax.enable_x64(call.x64):
+            call = _with_blocks(gpu, call, seed, number)
+            traced = jax.jit(call.run(gpu.backend)).trace(*call.arguments)
+            traced.lower(lowering_platforms=("cuda",))
     except fp.UnsupportedByBackend as error:
         return Outcome(number, "refused", str(call), str(error))
     except Exception as error:  # whatever stage it comes from, the user would see it

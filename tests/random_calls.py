@@ -40,6 +40,8 @@ class RandomCall:
         options: all other arguments, and the block of a block mask.
         captured: (recipe, shape) of each function argument and of the array that it captures.
         wanted: names of arrays whose gradients are computed; empty: the forward alone.
+        derivative: "grad", or with differentiable="any" also "jvp" or "hvp", of the wanted arrays.
+        x64: True if `jax_enable_x64` is on.
     """
 
     function: Callable
@@ -47,11 +49,14 @@ class RandomCall:
     options: dict[str, Any]
     captured: dict[str, tuple[str, Any]]
     wanted: tuple[str, ...]
+    derivative: str = "grad"
+    x64: bool = False
 
     def __str__(self) -> str:
         shapes = {name: f"{x.dtype}{list(x.shape)}" for name, x in self.arrays.items()}
         mods = {name: recipe for name, (recipe, _) in self.captured.items()}
-        return f"{self.function.__name__}({shapes} {self.options | mods}) grad of {self.wanted}"
+        of = f"{self.derivative} of {self.wanted}{' under x64' if self.x64 else ''}"
+        return f"{self.function.__name__}({shapes} {self.options | mods}) {of}"
 
     @property
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,7 +79,7 @@ class RandomCall:
             sides = [given.pop(f"window_{name}", None) for name in ("left", "right")]
             if any(x is not None for x in sides):
                 options["window"] = tuple(sides)
-            q, k, v = (given.pop(name) for name in "qkv")
+            q, k, v = (given.pop(name, None) for name in "qkv")
             if "kv_indices" in given:
                 sizes = {"q_len": q.shape[1], "kv_len": k.shape[1], "block": options.pop("block")}
                 index = given.pop("kv_indices")
@@ -85,7 +90,16 @@ class RandomCall:
             leaves = jax.tree.leaves(call(wanted, others))
             return sum(x.astype(jnp.float32).sum() for x in leaves)
 
-        return jax.grad(total) if self.wanted else call
+        def pushed(function):
+            def moved(wanted, others):
+                along = jax.tree.map(jnp.ones_like, wanted)
+                return jax.jvp(lambda wanted: function(wanted, others), (wanted,), (along,))
+
+            return moved
+
+        gradient = jax.grad(total)
+        ways = {"grad": gradient, "jvp": pushed(call), "hvp": pushed(gradient)}
+        return ways[self.derivative] if self.wanted else call
 
 
 class Draw:
@@ -112,14 +126,25 @@ class Draw:
 
 
 def random_call(seed: int, number: int) -> RandomCall:
-    """Draws a call, the same for the same numbers; one in eight decodes, one in ten is packed."""
-    draw = Draw(seed, number)
+    """Draws a call, the same for the same numbers.
+
+    One in eight decodes, one in ten is packed, one in ten is ragged, and one in three has
+    `jax_enable_x64`.
+    """
+    return _with_x64(Draw(seed + 5, number), _call(Draw(seed, number), seed, number))
+
+
+def _call(draw: Draw, seed: int, number: int) -> RandomCall:
     if draw.chance(0.125):
         call = _with_kv_blocks(Draw(seed + 3, number), _decode(draw))
+        call = _with_shared_prefix_or_drafts(Draw(seed + 6, number), call)
         return _without_values(Draw(seed + 4, number), call)
     if draw.chance(0.11):
         return _packed(draw)
-    return _with_block_mask(Draw(seed + 2, number), _attention(draw))
+    if draw.chance(0.11):
+        return _without_values(Draw(seed + 4, number), _ragged(draw))
+    call = _with_block_mask(Draw(seed + 2, number), _attention(draw))
+    return _of_any_order(Draw(seed + 7, number), call)
 
 
 def random_blocks(seed: int, number: int, chosen: dict[str, Any]) -> dict[str, Any] | None:
@@ -202,6 +227,36 @@ def _with_block_mask(draw: Draw, call: RandomCall) -> RandomCall:
     return dataclasses.replace(call, arrays=arrays, options=call.options | {"block": block})
 
 
+def _of_any_order(draw: Draw, call: RandomCall) -> RandomCall:
+    """Makes a fifth of the calls differentiable to any order, and pushes two thirds of these."""
+    if not draw.chance(0.2):
+        return call
+    options = call.options | {"differentiable": "any"}
+    derivative = draw.one_of(("grad", "jvp", "hvp"))
+    return dataclasses.replace(call, options=options, derivative=derivative)
+
+
+def _with_x64(draw: Draw, call: RandomCall) -> RandomCall:
+    """Turns `jax_enable_x64` on for a third of the calls, where numpy makes wide arrays.
+
+    Half of the integers are int64 then, and half of what stands next to q, k and v is float64.
+    """
+    if not draw.chance(1 / 3):
+        return call
+
+    def wide(name: str, x):
+        of_cache = {"q", "k", "v", "new_k", "new_v"}  # which have one dtype
+        if name in of_cache or x.dtype == jnp.bool_ or draw.chance(0.5):
+            return x
+        kind = "int64" if jnp.issubdtype(x.dtype, jnp.integer) else "float64"
+        return jax.ShapeDtypeStruct(x.shape, kind)
+
+    arrays = {name: wide(name, x) for name, x in call.arrays.items()}
+    captured = {name: (recipe, wide(name, x)) for name, (recipe, x) in call.captured.items()}
+    options = call.options | {"scale": np.float64(0.3)} if draw.chance(0.3) else call.options
+    return dataclasses.replace(call, arrays=arrays, captured=captured, options=options, x64=True)
+
+
 def _side(draw: Draw, batch: int, heads: int, q_len: int, kv_len: int, dtype: str):
     of, found = jax.ShapeDtypeStruct, {}
     sizes = (batch, heads, q_len, kv_len)
@@ -250,11 +305,33 @@ def _with_kv_blocks(draw: Draw, call: RandomCall) -> RandomCall:
     return dataclasses.replace(call, arrays=arrays | blocks, options=call.options | size)
 
 
+def _with_shared_prefix_or_drafts(draw: Draw, call: RandomCall) -> RandomCall:
+    """Adds a shared prefix, or a mask of drafts, to half of the decode calls that may have them."""
+    arrays, options = dict(call.arrays), dict(call.options)
+    batch, tokens = arrays["q"].shape[:2]
+    given = {*arrays, *options}
+    if {"q_offset", "kv_blocks"} & given or draw.chance(0.5):
+        return call
+    if tokens > 1 and draw.chance(0.5):
+        shape = draw.one_of(((tokens, tokens), (batch, tokens, tokens)))
+        arrays["draft_mask"] = jax.ShapeDtypeStruct(shape, "bool")
+    elif "page_table" in given and not {"window", "kv_starts", "alibi_slopes"} & given:
+        _share_prefix(draw, arrays, options, batch)
+    return dataclasses.replace(call, arrays=arrays, options=options)
+
+
+def _share_prefix(draw: Draw, arrays: dict, options: dict, batch: int):
+    if draw.chance(0.5):
+        options["shared_prefix"] = "auto"
+    else:
+        arrays["shared_prefix"] = jax.ShapeDtypeStruct((batch,), "int32")
+
+
 def _without_values(draw: Draw, call: RandomCall) -> RandomCall:
     """Makes the values of a quarter of the decode calls columns of the keys."""
     if draw.chance(0.75):
         return call
-    arrays = {name: x for name, x in call.arrays.items() if name not in ("v", "v_scale")}
+    arrays = {name: x for name, x in call.arrays.items() if name not in ("v", "v_scale", "new_v")}
     width = min(call.arrays["k"].shape[-1], call.arrays["v"].shape[-1])
     options = call.options | {"v_head_dim": draw.one_of((width, width, None))}
     return dataclasses.replace(call, arrays=arrays, options=options)
@@ -344,3 +421,41 @@ def _decode(draw: Draw) -> RandomCall:
     if draw.chance(0.2):
         arrays["q_offset"] = of((batch,), "int32")
     return RandomCall(fp.flash_decode, arrays, options, {}, ())
+
+
+def _ragged(draw: Draw) -> RandomCall:
+    """Draws a call of ragged_paged_attention; half of them write new tokens first."""
+    kv_heads, group, seqs = (draw.one_of(v) for v in ((1, 2, 4, 8), GROUPS, (1, 2, 16, 64)))
+    heads, tokens = kv_heads * group, draw.one_of((1, 5, 64, 300, 2048))
+    head_dim = draw.one_of((16, 32, 64, 64, 80, 96, 128, 128, 128, 192, 256, 384, 512, 576))
+    v_head_dim = head_dim if draw.chance(0.8) else draw.one_of((32, 64, 128, 256, 512))
+    dtype = draw.one_of(("bfloat16", "bfloat16", "float16"))
+    stored = draw.one_of((dtype, dtype, dtype, "int8", "float8_e4m3fn"))
+    of, page_size, rows = jax.ShapeDtypeStruct, draw.one_of(PAGE_SIZES), draw.one_of((1, 64, 3000))
+    options: dict[str, Any] = {"step_tokens": draw.one_of((1, 1, 2, 16))}
+    arrays = {
+        "q": of((tokens, heads, head_dim), dtype),
+        "k": of((rows, page_size, kv_heads, head_dim), stored),
+        "v": of((rows, page_size, kv_heads, v_head_dim), stored),
+        "kv_lengths": of((seqs,), "int32"),
+        "page_table": of((seqs, draw.one_of((1, 16, 100))), "int32"),
+        "cu_q_lens": of((seqs + 1,), "int32"),
+    }
+    if draw.chance(0.5):
+        arrays["num_seqs"] = of((), "int32")
+    if stored != dtype and draw.chance(0.7):
+        for name in ("k_scale", "v_scale"):
+            arrays[name] = of(draw.one_of(((kv_heads,), (rows, kv_heads))), "float32")
+    if draw.chance(0.5):
+        new = dtype if "k_scale" in arrays else stored
+        arrays["new_k"] = of((tokens, kv_heads, head_dim), new)
+        arrays["new_v"] = of((tokens, kv_heads, v_head_dim), new)
+    _hide_first_keys(draw, arrays, options, seqs)
+    if draw.chance(0.2):
+        options["softcap"] = 30.0
+    for name in ("alibi_slopes", "sinks"):
+        if draw.chance(0.2):
+            arrays[name] = of((heads,), "float32")
+    if not {"window", "kv_starts", "alibi_slopes"} & {*arrays, *options} and draw.chance(0.5):
+        _share_prefix(draw, arrays, options, seqs)
+    return RandomCall(fp.ragged_paged_attention, arrays, options, {}, ())

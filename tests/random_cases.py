@@ -13,6 +13,7 @@ from .mods import MASK_MODS, SCORE_MODS
 BLOCKS = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 64))
 POSITIONS = ("restart", "gaps", "random", "shifted")
 INTEGERS = ("int32", "int32", "uint32", "int8", "uint8", "int16", "uint16")
+WIDE_INTEGERS = (*INTEGERS, "int64", "int64", "uint64")
 MAGNITUDES = (-30, -8, 3, 6, 9, 14)
 HALF_MAGNITUDES = (-8, 3, 6)  # q and k fit float16
 
@@ -64,7 +65,8 @@ def random_case(draw: Draws, sizes: Sizes = Sizes()) -> Case:
         "sinks": draw.chance(0.33),
         "max_logit": draw.chance(0.33),
         "deterministic": draw.chance(0.25),
-        "integers": draw.one_of(INTEGERS),
+        "x64": (x64 := draw.chance(0.33)),
+        "integers": draw.one_of(WIDE_INTEGERS if x64 else INTEGERS),
         "empty_rows": draw.one_of(("zero", "zero", "mean")),
     }
     if draw.chance(0.33):

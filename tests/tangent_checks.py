@@ -56,7 +56,8 @@ def run(call, case: Case, seed: int = 0, how: str = "jvp"):
         how: "jvp", or "linearize": O is computed first, and its tangent after it.
     """
     function = partial(_forward_mode, call, case, how=how)
-    return checks._widen(jax.jit(function)(case.inputs(seed), given(case, seed)))
+    with case.width:
+        return checks._widen(jax.jit(function)(case.inputs(seed), given(case, seed)))
 
 
 def _forward_mode(call, case: Case, x: Inputs, tangents: Inputs, *, how="jvp", own=Case.arguments):
@@ -208,7 +209,7 @@ def assert_matches_oracle(call, case: Case, seed: int = 0, *, kernels=False, how
             multiplied in bfloat16 parts, for checks.IN_PARTS of the bounds of bfloat16.
         how: as of `run`.
     """
-    usual = dataclasses.replace(case, integers="int32")
+    usual = case.usual
     if kernels and case.dtype == "float32":
         limits = bounds(dataclasses.replace(usual, dtype="bfloat16"), seed, checks.IN_PARTS)
         single = bounds(usual, seed)

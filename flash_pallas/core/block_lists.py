@@ -142,7 +142,7 @@ def of_keys(
     key = _rows_sorted((kinds * (group * q_tiles) + number).reshape(leading), span)
     count = lambda kinds: jnp.zeros(2 * kv_tiles, jnp.int32).at[kinds].add(1, mode="drop")
     sizes = jax.vmap(jax.vmap(count))(kinds.reshape(leading))
-    ends = jnp.cumsum(sizes, axis=-1).reshape(*leading[:2], kv_tiles, 2)
+    ends = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32).reshape(*leading[:2], kv_tiles, 2)
     starts = ends[..., :1] - sizes.reshape(ends.shape)[..., :1]
     return BlockLists(jnp.concatenate([starts, ends], axis=-1), _readable(key % (group * q_tiles)))
 

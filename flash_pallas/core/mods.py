@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from . import mesh_axes
+from . import mesh_axes, width
 from .apart import apart
 from .elementwise import CONTROL_FLOW, ELEMENTWISE, Tape, fill
 
@@ -80,7 +80,13 @@ class Traced:
 
 
 def trace(
-    function: Callable, batch: int, heads: int, score_dtype=None, first=(0, 0), positions=None
+    function: Callable,
+    batch: int,
+    heads: int,
+    score_dtype=None,
+    first=(0, 0),
+    positions=None,
+    wide: bool = False,
 ) -> Traced:
     """Traces a user's function.
 
@@ -93,6 +99,8 @@ def trace(
         first: numbers of the first entry and of the first head, int or int32.
         positions: function that returns those of queries and of keys, int32 [B or 1, length] each,
             called if a mask_mod indexes arrays by i or j; None where it must not.
+        wide: False if numbers of 64 bits, of a program with `jax_enable_x64`, become such of 32
+            before they meet the score, i or j.
 
     Raises:
         NotElementwise: the part that depends on score, i or j is not elementwise arithmetic.
@@ -123,6 +131,8 @@ def trace(
         for primitive, params, operands, results in equations
     ]
     known, rest, result = with_literals(known), with_literals(rest), put(result)
+    if not wide:
+        rest, result = _narrowed(rest, result)
     vectors = []
     if positions is not None:
         vectors, rest = _vectors(rest, (i, j), result, _made_of(n, known))
@@ -138,6 +148,8 @@ def trace(
         _evaluate_vector(tape, known, vector, (b, n, (i, j)[vector.side]), numbers[0], places)
         for _, vector in vectors
     ]
+    arrays = arrays if wide else [*map(width.narrowed, arrays)]
+    found = [*map(width.narrowed, found)]
     dtypes = [x.dtype for x in (*arrays, *found)]
     sides = tuple(vector.side for _, vector in vectors)
     mod = _mod(rest, [*needed, *of_positions], (score, i, j, result), dtypes, sides)
@@ -170,6 +182,23 @@ def _constants(known: list) -> tuple[list, dict[Any, Literal]]:
 
     apart(evaluate)
     return left, found
+
+
+def _narrowed(equations: list, result) -> tuple[list, Any]:
+    """Returns the equations and the result with numbers of 32 bits in place of those of 64."""
+
+    def put(x):
+        if isinstance(x, Literal) and x.aval.dtype in width.NARROW:
+            value = width.narrowed(np.asarray(x.val, x.aval.dtype))
+            return Literal(value, jax.typeof(value))
+        return x
+
+    narrow = lambda p: width.NARROW.get(p, p) if isinstance(p, np.dtype) else p
+    found = []
+    for primitive, params, operands, results in equations:
+        params = {name: narrow(p) for name, p in params.items()}
+        found.append((primitive, params, [*map(put, operands)], results))
+    return found, put(result)
 
 
 class _Vector(NamedTuple):

@@ -69,7 +69,7 @@ def sharing(operands: DecodeOperands, q_len: int) -> Sharing:
     leader = jnp.argmax(alike, axis=1).astype(jnp.int32)
     if operands.prefix_lengths is None:
         equal = jnp.cumprod(table == table[leader], axis=1, dtype=jnp.int32)
-        pages = jnp.minimum(jnp.sum(equal, axis=1), seen)
+        pages = jnp.minimum(jnp.sum(equal, axis=1, dtype=jnp.int32), seen)
     else:
         pages = jnp.clip(operands.prefix_lengths // page_size, 0, seen)
     pages = jnp.min(jnp.where(alike, pages[None], room), axis=1)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import block_mask, dropout, mesh_axes, mods, scores
+from ..core import block_mask, dropout, mesh_axes, mods, scores, width
 from ..core.block_mask import BlockMask
 from ..core.mask import Mask
 
@@ -360,14 +360,16 @@ def _ids(name: str, ids, length: int, sizes: Sizes):
 
 
 def bias(value, sizes: Sizes):
-    """Checks a bias; returns [Bb, N or 1, T or 1, S or 1] of a float dtype, or None."""
+    """Checks a bias; returns [Bb, N or 1, T or 1, S or 1] of a float dtype, or None.
+
+    It is float64 next to such a q alone.
+    """
     if value is None:
         return None
     value = _array("bias", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(f"bias has dtype {value.dtype}: it must be a float; use mask for booleans")
-    if value.dtype == jnp.float64 and sizes.dtype != jnp.float64:
-        raise TypeError("bias is float64 and q is not: cast with bias.astype(jnp.float32)")
+    value = value if sizes.dtype == jnp.float64 else width.narrowed(value)
     return _pairwise("bias", value, sizes)
 
 
@@ -482,7 +484,8 @@ def mod(name: str, function, sizes: Sizes, positions=None) -> mods.Traced | None
         raise TypeError(f"{name} must be a function, got {function!r}")
     dtype = sizes.score_dtype if name == "score_mod" else None
     try:
-        found = mods.trace(function, sizes.batch, sizes.q_heads, dtype, sizes.first, positions)
+        shape, wide = (sizes.batch, sizes.q_heads), sizes.dtype == jnp.float64
+        found = mods.trace(function, *shape, dtype, sizes.first, positions, wide)
     except mods.NotElementwise as error:
         raise ValueError(f"{name} cannot be traced into a kernel: {error}") from None
     return _of_call(found, sizes)

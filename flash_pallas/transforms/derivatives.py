@@ -22,7 +22,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import AxisType
 
 from ..backends.base import Backend
-from ..core import mesh_axes, padding, softmax, undifferentiable
+from ..core import mesh_axes, padding, softmax, undifferentiable, width
 from ..core.decode import DecodeOperands
 from ..core.problem import (
     EXTRA_GRADS,
@@ -192,6 +192,7 @@ def sink_weight(sinks, lse_log2, shift, unit: float):
 def forward_of(backend, spec, blocks):
     """Returns operands -> Outputs: the backend's forward, wrapped as described in the module."""
 
+    @width.of_queries
     def forward(operands):
         outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
         return mesh_axes.spread(outputs, mesh_axes.varying(operands))
@@ -207,6 +208,7 @@ def backward_of(backend, spec, blocks, wanted):
     `wanted` is that of `Backend.backward`.
     """
 
+    @width.of_queries
     def backward(operands, cotangents):
         grads = backend.backward(spec, blocks, operands, cotangents, wanted)
         return mesh_axes.spread(grads, mesh_axes.varying(operands))
@@ -223,6 +225,7 @@ def push_of(backend, spec):
     `forward_of` it has that of the partitioner alone.
     """
 
+    @width.of_queries
     def push(operands, given, found=None):
         result = backend.push(spec, operands, given, found)
         if found is None:
@@ -240,6 +243,7 @@ def push_backward_of(backend, spec):
     Arguments are those of `Backend.push_backward`; the wrap is that of `push_of`.
     """
 
+    @width.of_queries
     def push(operands, cotangents, given, moved):
         grads = backend.push_backward(spec, operands, cotangents, given, moved)
         return mesh_axes.spread(grads, mesh_axes.varying(operands))

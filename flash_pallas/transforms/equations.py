@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from ..backends.base import Backend
 from ..backends.target import TargetBackend, by_platform
 from ..backends.xla import XlaBackend, any_order
-from ..core import padding, softmax
+from ..core import padding, softmax, width
 from ..core.problem import AttentionSpec, Cotangents, Operands, Outputs, describe
 from ..core.problem import Tangents as Results
 from . import derivatives
@@ -89,7 +89,7 @@ class Call:
         """Computes (o, natural log-sum-exp) in jnp that JAX differentiates."""
         problem = describe(operands, self.spec)
         blocks = XlaBackend().blocks(problem, None)
-        out = any_order.attention(self.spec, blocks, operands)
+        out = width.of_queries(any_order.attention)(self.spec, blocks, operands)
         return out.o, softmax.natural(out.lse_log2, None, problem.unit)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...core import mesh_axes, scores
@@ -118,8 +117,6 @@ def refusal(problem: Problem) -> str | None:
     """Returns the reason why no GPU backend can run `problem`, or None."""
     if problem.batch > MAX_GRID:
         return f"takes batches up to {MAX_GRID}, not {problem.batch}: split the batch"
-    if problem.bias_dtype == np.float64:
-        return "takes no float64 bias: cast it to float32"
     for name in ("score_mod", "mask_mod"):
         mod = getattr(problem.spec, name)
         if mod is not None and (primitives := sorted(mod.primitives & UNSUPPORTED)):

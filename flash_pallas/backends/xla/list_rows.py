@@ -97,7 +97,7 @@ class ListRows:
             added = lambda name, total, part: self.added(name, total, part, row)
             return _by_name(added, total, call(row))
 
-        return lax.fori_loop(0, self.count, step, _by_name(zeros, parts))
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self.count), step, _by_name(zeros, parts))
 
     def taken(self, record, row):
         """Returns one row's part of a record of arrays."""

@@ -75,7 +75,7 @@ def chunks(blocks: XlaChunkBlocks, problem: RaggedProblem, operands: RaggedOpera
     """
     steps, size = problem.steps, blocks.block_q
     rows = ragged.rows_of(operands, least=problem.steps.q_len + 1)
-    stops = jnp.cumsum(-(-rows.count // size))  # of the tiles of each sequence
+    stops = jnp.cumsum(-(-rows.count // size), dtype=jnp.int32)  # of the tiles of each sequence
     operands = operands._replace(q=pad_axis(operands.q, 0, problem.tokens + size))
     scalars = jnp.full((steps.q_heads, problem.tokens + size), EMPTY_ROW, sum_dtype(steps.dtype))
     o = jnp.zeros((problem.tokens + size, steps.q_heads, steps.v_head_dim), steps.dtype)
