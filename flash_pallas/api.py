@@ -109,9 +109,10 @@ def flash_attention(
         kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything. Both
             are an error where they are computed and negative or beyond the arrays, else clipped.
         bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
-            1. Where it is -inf it hides the key, under a softcap and a score_mod too. Its gradient
-            has its own shape: the kernel itself sums over broadcast axes, but not over those of
-            vmap: a bias that members share is repeated if its gradient is wanted.
+            1; float64 is cast to float32 unless q is float64. Where it is -inf it hides the key,
+            under a softcap and a score_mod too. Its gradient has its own shape: the kernel itself
+            sums over broadcast axes, but not over those of vmap: a bias that members share is
+            repeated if its gradient is wanted.
         mask: bool of the same shapes, True is visible.
         softcap: scores become softcap * tanh(scores / softcap).
         alibi_slopes: [N] or [*B, N]: slope * |i - j| is subtracted from scores
@@ -131,6 +132,7 @@ def flash_attention(
             count in the whole arrays.
         score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: entry of the flattened
             batch, query head, positions. It may capture arrays, differentiable, indexed by b and n.
+            Numbers of 64 bits become such of 32, unless q is float64.
         mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible. It may also index arrays
             of integers or bools by b and i, or by b and j, as ids of documents.
         block_mask: a `BlockMask`: blocks that it leaves empty cost nothing, forward and backward.

@@ -213,11 +213,6 @@ def test_one_program_for_local_and_global_layers():
     assert layer._cache_size() == 1
 
 
-def test_a_wider_bias():
-    with jax.enable_x64(True), pytest.raises(TypeError, match=r"bias is float64.*jnp\.float32"):
-        fp.flash_attention(Q, K, K, bias=jnp.ones((1, 1, 1, 1), jnp.float64))
-
-
 def test_bad_modifiers_are_found_in_empty_calls():
     with pytest.raises(ValueError, match="together"):
         fp.flash_attention(Q[:, :0], K, K, q_segment_ids=IDS[:, :0])
