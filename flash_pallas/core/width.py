@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def narrowed(x):
     dtype = NARROW.get(np.dtype(x.dtype)) if isinstance(x.dtype, np.dtype) else None
     if dtype is None:
         return x
-    xp = np if isinstance(x, np.ndarray | np.generic) else jnp
+    xp: Any = np if isinstance(x, np.ndarray | np.generic) else jnp
     info = jnp.finfo(dtype) if dtype.kind == "f" else jnp.iinfo(dtype)
     near = xp.clip(x, np.asarray(info.min, x.dtype), np.asarray(info.max, x.dtype))
     return (xp.where(xp.isinf(x), x, near) if dtype.kind == "f" else near).astype(dtype)
