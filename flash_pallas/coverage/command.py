@@ -38,7 +38,7 @@ def parser(program: str, about: str | None) -> argparse.ArgumentParser:
     return found
 
 
-def add_options(found: argparse.ArgumentParser) -> None:
+def add_options(found: Any) -> None:
     """Adds the options that `doctor --full` has too."""
     found.add_argument(
         "--only", action="append", default=[], help="rows whose name contains this; may be repeated"

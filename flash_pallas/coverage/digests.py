@@ -39,7 +39,7 @@ def texts_of(lowered) -> Iterator[str]:
                 text = kernel.operation.get_asm(enable_debug_info=False)
             finally:
                 context.allow_unregistered_dialects = unregistered
-        yield _ARCHITECTURE.sub("", text)
+        yield _ARCHITECTURE.sub("", str(text))
 
 
 def _serialised(module) -> list[bytes]:

@@ -318,9 +318,11 @@ def _some(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
 
 def _gradients(name: str, target: Target) -> Iterator[Row]:
     dims = [(h, h) for h in (*NARROW, *WIDE)]
-    of = lambda dtype, pairs: [Row(name, "attention", "gradient", *p, dtype) for p in pairs]
+    of = lambda dtype: [
+        Row(name, "attention", "gradient", h, hv, dtype) for h, hv in (*dims, *PAIRS)
+    ]
     for dtype in (*HALVES, "float32"):
-        every = of(dtype, (*dims, *PAIRS))
+        every = of(dtype)
         if dtype == "float16":
             for options in ((), EVERYTHING):
                 yield from _by_plan(target, _at(every, options))
@@ -345,7 +347,7 @@ def _tangents(name: str, target: Target) -> Iterator[Row]:
     for wanted in ("tangents", "linear", "hessian"):
         every = [Row(name, "attention", wanted, h, h, "bfloat16") for h in NARROW]
         yield from every
-        others = [Row(name, "attention", wanted, *pair, "bfloat16") for pair in PAIRS]
+        others = [Row(name, "attention", wanted, h, hv, "bfloat16") for h, hv in PAIRS]
         yield from others
         halves = [dataclasses.replace(row, dtype="float16") for row in every]
         yield from _by_plan(target, halves)
