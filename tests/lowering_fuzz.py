@@ -27,12 +27,11 @@ import jax
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
+from flash_pallas.devices import DEVICES, Device
 from flash_pallas.frontend import dispatch
 
 from . import fuzzing
 from .random_calls import RandomCall, random_blocks, random_call
-
-KB = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,27 +40,22 @@ class Gpu:
 
     Attributes:
         backend: name of the backend whose kernels are lowered.
-        capability: compute capability.
-        num_sms: number of SMs.
-        smem: bytes of shared memory that one CTA may ask for.
+        device: the GPU.
     """
 
     backend: str
-    capability: str
-    num_sms: int
-    smem: int
+    device: Device
 
     def make(self):
         """Returns the backend as it is on this GPU."""
-        if self.backend == "hopper":
-            return HopperBackend(num_sms=self.num_sms, capability=self.capability)
-        return PortableBackend(capability=self.capability, num_sms=self.num_sms)
+        kind = HopperBackend if self.backend == "hopper" else PortableBackend
+        return kind(num_sms=self.device.sms, capability=self.device.capability)
 
 
 GPUS = {
-    "hopper": Gpu("hopper", "9.0", 132, 227 * KB),
-    "portable-163": Gpu("portable", "8.0", 108, 163 * KB),
-    "portable-99": Gpu("portable", "8.9", 142, 99 * KB),
+    "hopper": Gpu("hopper", DEVICES["h200"]),
+    "portable-163": Gpu("portable", DEVICES["a100"]),
+    "portable-99": Gpu("portable", DEVICES["l40s"]),
 }
 
 
@@ -77,14 +71,12 @@ class Outcome:
 
 @contextlib.contextmanager
 def on(gpu: Gpu) -> Iterator[None]:
-    """Makes calls find this GPU's kernels, and Mosaic GPU its amount of shared memory."""
+    """Makes programs for this GPU, as users do; Mosaic GPU refuses what its memory cannot hold."""
     from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
-    there = {**dispatch.BACKENDS, gpu.backend: gpu.make()}
-    dispatch.forget_tiles()
-    with mock.patch.object(dispatch, "BACKENDS", there), artificial_shared_memory_limit(gpu.smem):
+    limit = artificial_shared_memory_limit(gpu.device.shared_memory)
+    with fp.target(gpu.device.kind), limit:
         yield
-    dispatch.forget_tiles()
 
 
 def try_call(gpu: Gpu, seed: int, number: int) -> Outcome:
