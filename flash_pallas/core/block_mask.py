@@ -172,7 +172,7 @@ class BlockMask:
                     f"counts has shape {counts.shape}: it must be {index.shape[:3]}, one for each "
                     "list of kv_indices"
                 )
-        listed = lambda *given: _lists_of_indices(*given, kv_blocks)
+        listed = functools.partial(_lists_of_indices, kv_blocks)
         lists = _on_mesh(listed, index, counts)
         return cls(lists, None, None, *sizes, "indices")
 
@@ -449,7 +449,7 @@ def lists_of_positions(mod: mods.Mod, q_len: int, kv_len: int) -> OwnLists:
     return OwnLists(lists[..., :longest], 1.0 - counts.sum() / (counts.size * kv_blocks))
 
 
-def _lists_of_indices(index, counts, kv_blocks: int):
+def _lists_of_indices(kv_blocks: int, index, counts):
     """Returns `lists` of numbers of blocks, of which the first `counts` of each list count."""
     if counts is not None:
         place = lax.broadcasted_iota(jnp.int32, index.shape, 3)

@@ -25,15 +25,12 @@ from ...devices import Device, targeted
 _ASKED, _ASK = "flash_pallas_asked", "__nvvm_reflect"  # LLVM's question about what it compiles for
 
 
-def made_for_target(kernel):
-    """Returns a kernel that is lowered for the GPU of the `target` around, if there is one.
+def made_for(device: Device, kernel):
+    """Returns a kernel that is lowered for the GPU of the `target` around.
 
     It compiles for GPUs of the same compute capability only.
     """
     _teach()
-    device = targeted()
-    if device is None:
-        return kernel
 
     def bound(*refs):
         plgpu.inline_mgpu()(functools.partial(_bind, device))()

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...core import mesh_axes, scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
+from ...devices import targeted
 from . import ahead, auxiliary_arrays, elsewhere, jax_0_11
 from .score_tile import RegisterTile
 from .stand_ins import UNSUPPORTED
@@ -49,8 +50,11 @@ def launch(
     if interpret:
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
     else:
-        ahead.watch()
-        kernel = elsewhere.made_for_target(jax_0_11.repaired(kernel))
+        if jax.default_backend() == "gpu":
+            ahead.watch()
+        kernel = jax_0_11.repaired(kernel)
+        if (device := targeted()) is not None:
+            kernel = elsewhere.made_for(device, kernel)
     call = plgpu.kernel(
         kernel,
         out_type=out,

@@ -69,7 +69,7 @@ from .wide import latent
 from .wide import launch as wide
 from .wide.latent import LatentBlocks
 from .wide.launch import WideGradients
-from .wide.tiles import WideBlocks, is_wide
+from .wide.tiles import NARROW, WideBlocks
 
 # --- Problems and padding -------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class HopperBackend:
                 f"takes float32 with head dims up to {WIDEST_FLOAT32}, not {widest}: cast q, k and "
                 "v to bfloat16"
             )
-        if is_wide(problem) and (reason := wide.unsupported(problem)):
+        if _is_wide(problem) and (reason := wide.unsupported(problem)):
             return reason
         return refusal(problem)
 
@@ -210,7 +210,7 @@ class HopperBackend:
         self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
     ) -> bool:
         """Returns whether the tangent kernel of the backward runs a problem."""
-        if is_wide(problem) or not moves | wanted <= {"q", "k", "v"}:
+        if _is_wide(problem) or not moves | wanted <= {"q", "k", "v"}:
             return False
         return launches(problem) is not None
 
@@ -351,7 +351,7 @@ def choose_blocks(
     Raises:
         ValueError: an unknown kernel or field, or tiles that do not fit.
     """
-    if is_wide(problem):
+    if _is_wide(problem):
         return _wide_blocks(problem, override)
     packed = may_pack(problem) and packs(problem, num_sms)
     forward = dataclasses.replace(choose_forward(problem, num_sms), packed=packed)
@@ -376,6 +376,11 @@ def choose_blocks(
         (alone,) = chosen.values()
         return HopperBlocks(forward, alone)
     return HopperBlocks(forward, SplitBlocks(**chosen))
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Returns whether a problem's head dims are above those of the other kernels."""
+    return max(problem.head_dim, problem.v_head_dim) > NARROW
 
 
 def _wide_blocks(problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
@@ -566,7 +571,7 @@ def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list
     found = {}
     for kernel, blocks in chosen.items():
         tried = [blocks]
-        for change in _WIDE if is_wide(problem) else CHANGES[kernel]:
+        for change in _WIDE if _is_wide(problem) else CHANGES[kernel]:
             try:
                 tried.append(by_kernel({kernel: change})[kernel])
             except ValueError:  # they do not fit, or the kernel cannot take them

@@ -214,8 +214,3 @@ def wide_problem(problem: Problem) -> Problem:
     return dataclasses.replace(
         problem, head_dim=wide(problem.head_dim), v_head_dim=wide(problem.v_head_dim)
     )
-
-
-def is_wide(problem: Problem) -> bool:
-    """Returns whether a problem's head dims are above those of the other kernels."""
-    return max(problem.head_dim, problem.v_head_dim) > NARROW
