@@ -272,7 +272,9 @@ def rows(targets: dict[str, Target]) -> list[Row]:
             tiles = plan(row, target)
             if tiles is None:
                 continue
-            options = tuple(name for name in row.options if name not in LONG)
+            # A deterministic backward has tiles of its own, or is what runs anyway.
+            told_by_tiles = (*LONG, "deterministic")
+            options = tuple(name for name in row.options if name not in told_by_tiles)
             same = dataclasses.replace(row, target=target.backend, options=options), tiles
             if same not in seen:
                 seen.add(same)
