@@ -122,6 +122,10 @@ def _additive_mask(rng, sizes):
     return np.where(_mask("B1TS")(rng, sizes), 0.0, -1e9).astype(np.float32)
 
 
+def _infinite_mask(rng, sizes):
+    return np.where(_mask("B1TS")(rng, sizes), 0.0, -np.inf).astype(np.float32)
+
+
 def _blind_rows(rng, sizes):
     mask = _mask("B1TS")(rng, sizes)
     mask[:, :, :5] = False
@@ -184,6 +188,7 @@ CASES: tuple[Case, ...] = (
     Case("lengths of queries", {"q_lengths": _lengths(17, "T")}, empty_rows=True),
     Case("packed documents", _PACKED),
     Case("softcap", {"softcap": 2.0}),
+    Case("softcap, bias of -inf", {"softcap": 2.0, "bias": _infinite_mask}),
     Case("ALiBi", {"causal": True, "alibi_slopes": _slopes}),
     Case("sinks", {"sinks": _normal("N")}),
     Case("query offset", {"causal": True, "q_offset": 32}, _LONGER),
