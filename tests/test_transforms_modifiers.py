@@ -369,7 +369,7 @@ def test_debug_nans_is_quiet_where_rows_without_keys_are_means(name):
 
 
 def test_the_gradient_of_a_mean_adds_up_rows_in_float32():
-    """512 rows of bfloat16 return the mean of 4 values; their sum is up to 113 before it."""
+    """Sums 512 rows of bfloat16, up to 113, before the gradient of the mean of 4 values."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     q, k, do = draw(1, 512, 2, 16), draw(1, 4, 1, 16), draw(1, 512, 2, 16)
