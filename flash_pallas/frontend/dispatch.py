@@ -74,7 +74,7 @@ def select(
     chosen = _chosen(problem, name, _backends(there), platform, says=device is None and has_gpu)
     if device is not None:
         return chosen
-    if isinstance(chosen, XlaBackend):
+    if chosen.name == XlaBackend.name:
         return XlaBackend(unasked=name == AUTO and not has_gpu)
     return chosen if there is None else cast(Backend, TargetBackend(chosen, there))
 
