@@ -94,10 +94,12 @@ class ListRows:
             return mesh_axes.spread(found, mesh_axes.varying(self.operands))
 
         def step(row, total):
+            row = jnp.asarray(row, jnp.int32)  # with jax_enable_x64 it counts in int64
             added = lambda name, total, part: self.added(name, total, part, row)
             return _by_name(added, total, call(row))
 
-        return lax.fori_loop(jnp.int32(0), jnp.int32(self.count), step, _by_name(zeros, parts))
+        # Between numbers: a loop between arrays has no derivative in reverse mode.
+        return lax.fori_loop(0, self.count, step, _by_name(zeros, parts))
 
     def taken(self, record, row):
         """Returns one row's part of a record of arrays."""
