@@ -26,6 +26,7 @@ import jax
 
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.backward.paired.tiles import PairedBlocks
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.devices import DEVICES, Device
 from flash_pallas.frontend import dispatch
@@ -126,7 +127,8 @@ def _by_kernel(blocks) -> dict[str, Any]:
     """Returns tile sizes under their names in `blocks=`."""
     parts: dict[str, Any] = {"forward": blocks.forward}
     split = hasattr(blocks.backward, "dkv")
-    parts |= vars(blocks.backward) if split else {"fused": blocks.backward}
+    alone = "paired" if isinstance(blocks.backward, PairedBlocks) else "fused"
+    parts |= vars(blocks.backward) if split else {alone: blocks.backward}
     if scores := getattr(blocks, "scores", None):
         parts |= {"score_tiles": scores.tile, "score_lines": scores.lines}
     return {name: each for name, each in parts.items() if each is not None}
