@@ -117,6 +117,8 @@ class Forward(NamedTuple):
     x: Any  # logits
     slope: Any  # derivative of the logits by scale * q k^T
     of_score: Any  # by what score_mod gets
+    score: Any  # what score_mod gets
+    raw: Any  # before the softcap
     of_captured: Any  # by the captured element
     seen: Any
     p: Any  # weights, before dropout
@@ -147,11 +149,13 @@ def forward(d: Dense) -> Forward:
         x = x - d.slopes[:, :, None, None] * d.distance
     if d.rounded:
         x = x.real.astype(np.float32).astype(np.float64)
+    raw = x
     if d.softcap is not None:
         tanh = np.tanh(x / d.softcap)
         x, slope = d.softcap * tanh, 1.0 - tanh * tanh
+    score = x
     if d.mod is not None:
-        x, of_score, of_captured = MODS[d.mod].call(x, _spread(d), *_places(d))
+        x, of_score, of_captured = modified(d, x)
         slope = slope * of_score
     top = np.where(seen, x.real, -np.inf).max(-1, initial=-np.inf)
     sinks = None if d.sinks is None else np.broadcast_to(d.sinks[..., None], top.shape)
@@ -169,7 +173,12 @@ def forward(d: Dense) -> Forward:
     empty = ~seen.any(-1)
     if d.mean:
         o = np.where(_averaged(d, empty)[..., None], v.mean(2, keepdims=True), o)
-    return Forward(o, lse, top, x, slope, of_score, of_captured, seen, p, w, empty)
+    return Forward(o, lse, top, x, slope, of_score, score, raw, of_captured, seen, p, w, empty)
+
+
+def modified(d: Dense, x):
+    """Returns what score_mod makes of x [B, N, T, S], and its derivatives, see `Mod`."""
+    return MODS[d.mod].call(x, _spread(d), *_places(d))
 
 
 def _averaged(d: Dense, empty):

@@ -172,9 +172,10 @@ def _visible(keys: int, lengths, first, options: dict[str, Any]):
     return (seen if blocks is None else seen & blocks), i, j
 
 
-def _results(d: Dense, dtype: str, kernels: bool) -> dict[str, tuple[Any, Any]]:
-    f = dense_reference.forward(d)
-    limits = rounding_bounds.of_forward(d, f, Unit.of(dtype, kernels))
+def _results(d: Dense, q, k, kernels: bool) -> dict[str, tuple[Any, Any]]:
+    """Returns (exact, deviation) of o and lse, for arrays of the dtypes of q and of k."""
+    f, eight_bits = dense_reference.forward(d), kernels and k.dtype.name in QUANTISED
+    limits = rounding_bounds.of_forward(d, f, Unit.of(q.dtype.name, kernels, eight_bits=eight_bits))
     return {"o": (f.o.swapaxes(1, 2), limits["o"]), "lse": (f.lse, limits["lse"])}
 
 
@@ -308,7 +309,6 @@ def _text(function: str, arrays, options) -> str:
 
 
 def _served(function: str, arrays, options, x64: bool, problem) -> Call:
-    dtype = arrays["q"].dtype.name
 
     def program(backend: str) -> Callable:
         def call(arrays):
@@ -319,7 +319,7 @@ def _served(function: str, arrays, options, x64: bool, problem) -> Call:
 
         return call
 
-    expected = lambda kernels: _results(problem(arrays, options), dtype, kernels)
+    expected = lambda kernels: _results(problem(arrays, options), arrays["q"], arrays["k"], kernels)
     return Call(function, _text(function, arrays, options), x64, arrays, program, expected)
 
 
@@ -425,7 +425,7 @@ def _of_ragged(cache: _Cache, arrays, options, said, kernels: bool):
         softcap = options.get("softcap")
         of_s = (q[None, rows], part(k), part(v), seen, width**-0.5, i, j)
         d = Dense(*of_s, slopes=part(slopes), sinks=part(sinks), softcap=softcap)
-        found = _results(d, arrays["q"].dtype.name, kernels)
+        found = _results(d, arrays["q"], cache.arrays["k"], kernels)
         (o[rows], of_o[rows]), both = (x[0] for x in found["o"]), found["lse"]
         lse[:, rows], of_lse[:, rows] = (x[0] for x in both)
     return {"o": (o, of_o), "lse": (lse, of_lse)}
@@ -520,6 +520,6 @@ def _of_caches(arrays, options, steps, kernels: bool):
         said["window"] = options["window"]
         problem = _decoded(cache, lengths, first, said)
         given = {"q": arrays[f"q{n}"]}
-        both = _results(problem(given, {}), given["q"].dtype.name, kernels)
+        both = _results(problem(given, {}), given["q"], cache.arrays["k"], kernels)
         found |= {f"{name}{n}": x for name, x in both.items()}
     return found

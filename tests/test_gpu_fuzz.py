@@ -112,6 +112,33 @@ def test_one_wrong_key_of_300_is_seen(dtype):
         assert gpu_fuzz.difference(found, exact, limits[name])[1], name
 
 
+@pytest.mark.parametrize("case", ["small weights", "slopes of either sign"])
+def test_what_kernels_round_is_right(case):
+    """Weights, O and dS in float16, where that hurts most."""
+    rng = np.random.default_rng(6)
+    d = dataclasses.replace(problem(np.float16), scale=1.0)
+    kept = np.ones((1, 2, 7, 300), bool)
+    if case == "small weights":
+        kept = dense_reference.forward(d).p < 1e-5  # dropout took all others
+    else:  # two keys, opposite and of equal weight: dS cancels, but not what delta is off by
+        d = dataclasses.replace(d, mod="per_entry", captured=np.full((1, 2), -2.0))
+        d.seen = d.seen & (np.arange(300) < 2)
+        d.k[:, 1], d.v[:, 1] = -d.k[:, 0], d.v[:, 0] + 0.01 * d.v[:, 1]
+    d = dataclasses.replace(d, kept=kept, gain=2.0)
+    f, do = dense_reference.forward(d), rng.standard_normal((1, 7, 2, 8))
+    right = dense_reference.backward(d, f, do, 0.0)
+    limits = rounding_bounds.of_backward(d, f, right, do, Unit.of("float16", kernels=True))
+    half = lambda x: x.astype(np.float16).astype(np.float64)
+    k, v, do = np.repeat(d.k, 2, 2).swapaxes(1, 2), d.v.swapaxes(1, 2), do.swapaxes(1, 2)
+    p, dp = half(f.p), np.where(kept, 2.0 * np.matmul(do, v.swapaxes(2, 3)), 0.0)
+    o = half(np.matmul(np.where(kept, 2.0 * p, 0.0), v))
+    ds = half(p * (dp - (o * do).sum(-1, keepdims=True)) * f.slope)
+    dk = np.matmul(ds.swapaxes(2, 3), d.q.swapaxes(1, 2)).sum(1, keepdims=True).swapaxes(1, 2)
+    found = {"dq": half(np.matmul(ds, k)).swapaxes(1, 2), "dk": half(dk)}
+    for name, x in found.items():
+        assert not gpu_fuzz.difference(x, right.gradients[name], limits[name])[1], name
+
+
 # One of every public function, x64 among them.
 @pytest.mark.parametrize("number", [2, 9, 13, 30, 40, 48, 58, 61, 66])
 def test_draws_are_right_on_jnp(number):
