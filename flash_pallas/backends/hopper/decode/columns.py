@@ -237,7 +237,11 @@ class ColumnConsumer(Consumer):
         """Divides by the sums and writes O, the log-sum-exp and its shift; see Consumer."""
         inline.warpgroup_barrier(self.plan.interpret)
         l = inline_columns.reduce_rows("add", folded.l, cta.smem.across, self.plan.interpret)
-        inverse, lse, shift = self.finish(cta, folded.m, l, self.weight_bits)
+        # As if the largest weight were 1: the error of a logarithm grows with its size.
+        unit = 2.0**-self.weight_bits
+        inverse, lse, shift = self.finish(cta, folded.m, l if unit == 1.0 else l * unit)
+        if unit != 1.0:
+            inverse = inverse * unit
         v_scale = held.v_scale if folded.unit is None else folded.unit
         if v_scale is not None:
             inverse = inverse * v_scale

@@ -135,11 +135,11 @@ class Consumer(abc.ABC):
         packed = self.plan.packed(cta.tile)
         return packed.per_head(sinks.at[cta.batch, cta.head])
 
-    def finish(self, cta: DecodeCta, m, l, bits: float = 0.0):
-        """Calls softmax.finish for rows with weights of exp2((x - m) * log2_scale + bits)."""
+    def finish(self, cta: DecodeCta, m, l):
+        """Calls softmax.finish for rows with weights of exp2((x - m) * log2_scale)."""
         problem = self.plan.problem
         m, shift = softmax.parted(m, problem.unit, softmax.far(problem.dtype))
-        return softmax.finish(m - bits if bits else m, l, shift, self.sink(cta), problem.unit)
+        return softmax.finish(m, l, shift, self.sink(cta), problem.unit)
 
     def seen_logits(self, held: QueryFragments, s, first, position, spread):
         """Returns core.scores.Logits of scaled matmuls, before any key is hidden.
