@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from typing import Any
 
@@ -10,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.compat import flash_attn, flex
 from flash_pallas.frontend import dispatch
-from flash_pallas.nn import attention_fn
+from flash_pallas.nn import attention_fn, linen
+from flash_pallas.parallel import context_parallel_attention
 
 from . import checks
 from .cases import Case
@@ -239,6 +243,128 @@ def test_a_shared_prefix_warns_of_nothing(dtype):
         )
         assert found.dtype == dtype
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- Every public function, with wide arrays beside narrow ones ------------------------------------
+
+
+class Sides:
+    """Draws the arrays of a call: `floats` and `ints` are of 64 bits where x64 is on."""
+
+    def __init__(self):
+        self.draw = np.random.default_rng(3).standard_normal
+
+    def data(self, *sizes):
+        return jnp.asarray(self.draw(sizes), jnp.float32)
+
+    def floats(self, *sizes):
+        return jnp.asarray(np.float32(self.draw(sizes)), jnp.result_type(float))
+
+    def ints(self, *values):
+        return jnp.asarray(values, jnp.result_type(int))
+
+
+def _varlen(x):
+    q, k, v = x.data(8, 4, 8), x.data(8, 2, 8), x.data(8, 2, 8)
+    sides = {"sinks": x.floats(4), "alibi_slopes": x.floats(4), "bias": x.floats(1, 8, 8)}
+    return fp.flash_attention_varlen(
+        q, k, v, cu_seqlens_q=x.ints(0, 3, 8), return_lse=True, **sides
+    )
+
+
+def _decode(x):
+    k, table = (
+        jnp.round(20 * x.data(8, 16, 2, 8)).astype(jnp.int8),
+        x.ints(0, 1, 2, 3).reshape(2, 2),
+    )
+    scales = {"k_scale": abs(x.floats(2)) / 20, "v_scale": abs(x.floats(8, 2)) / 20}
+    sides = {"sinks": x.floats(4), "alibi_slopes": x.floats(2, 4), "window": x.ints(3, 9)}
+    given = {"kv_lengths": x.ints(20, 9), "page_table": table, "kv_starts": x.ints(1, 0)}
+    return fp.flash_decode(x.data(2, 1, 4, 8), k, k, **given, **scales, **sides)
+
+
+def _drafts(x):
+    lengths, seen = x.ints(5, 8), jnp.tril(jnp.ones((3, 3), bool))
+    given = {"kv_lengths": lengths, "draft_mask": seen, "window": x.ints(2, 3)}
+    return fp.flash_decode(x.data(2, 3, 4, 8), x.data(2, 8, 2, 8), x.data(2, 8, 2, 8), **given)
+
+
+def _ragged(x):
+    pages, new = x.data(8, 16, 2, 8), x.data(8, 2, 8)
+    places = {"kv_lengths": x.ints(20, 21), "page_table": x.ints(0, 1, 0, 3).reshape(2, 2)}
+    places |= {"cu_q_lens": x.ints(0, 4, 5), "num_seqs": x.ints(2), "sinks": x.floats(4)}
+    written = {"new_k": new, "new_v": new, "shared_prefix": "auto"}
+    return fp.ragged_paged_attention(x.data(8, 4, 8), pages, pages, **places, **written)
+
+
+def _append(x):
+    empty = jnp.zeros((2, 16, 2, 8), jnp.float32)
+    cache, new = fp.KVCache(empty, empty, lengths=x.ints(0, 7)), x.data(2, 3, 2, 8)
+    return fp.append_kv(cache, new, new, new_lengths=x.ints(3, 1), rope_theta=1e4)[:2]
+
+
+def _layer(x):
+    layer = linen.FlashAttention(4, num_kv_heads=2, alibi=True, use_sinks=True, rope_theta=1e4)
+    data, bias = x.data(2, 8, 16), x.floats(2, 1, 8, 8)
+    weights = jax.tree.map(lambda a: x.data(*a.shape), layer.init(jax.random.key(0), data))
+    total = lambda bias: (layer.apply(weights, data, bias=bias) ** 2).sum()
+    return jax.value_and_grad(total)(bias)
+
+
+def _over_devices(x, strategy):
+    mesh = jax.make_mesh((2,), ("s",), (AxisType.Auto,), devices=jax.devices()[:2])
+    q, k, v = (x.data(2, 16, 4, 8) for _ in range(3))
+    ids, order = (jnp.broadcast_to(x.ints(*range(16)) // n, (2, 16)) for n in (9, 1))
+    given = {"q_segment_ids": ids, "kv_segment_ids": ids, "q_positions": order}
+    given |= {"kv_positions": order, "strategy": strategy, "causal": True}
+    call = lambda sinks: context_parallel_attention(
+        q, k, v, mesh=mesh, axis="s", sinks=sinks, **given
+    )
+    return jax.value_and_grad(lambda sinks: (call(sinks) ** 2).sum())(x.floats(4))
+
+
+def _kvcache(x):
+    arrays = (x.data(2, 1, 4, 8), *(x.data(2, length, 2, 8) for length in (32, 32, 1, 1)))
+    sides = {"rotary_cos": x.floats(32, 4), "rotary_sin": x.floats(32, 4)}
+    sides |= {"cache_seqlens": x.ints(3, 4), "alibi_slopes": x.floats(4)}
+    return flash_attn.flash_attn_with_kvcache(*arrays, causal=True, **sides)
+
+
+def _flex(x):
+    slopes, ends = x.floats(4), x.ints(3, 8)
+    add = lambda score, b, h, i, j: score + 0.1 * (i - j) * slopes[h]
+    hide = flex.create_block_mask(lambda b, h, i, j: j < ends[b], 2, None, 8, 8)
+    return flex.flex_attention(*(x.data(2, 4, 8, 8) for _ in range(3)), add, hide)
+
+
+FUNCTIONS = {
+    "varlen": _varlen,
+    "decode": _decode,
+    "drafts": _drafts,
+    "ragged": _ragged,
+    "append": _append,
+    "layer": _layer,
+    "ring": functools.partial(_over_devices, strategy="ring"),
+    "all_gather": functools.partial(_over_devices, strategy="all_gather"),
+    "ulysses": functools.partial(_over_devices, strategy="ulysses"),
+    "kvcache": _kvcache,
+    "flex": _flex,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_wide_arrays(name):
+    """Compares them with the same numbers in 32 bits; gradients are those of wide arrays."""
+    usual = FUNCTIONS[name](Sides())
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        found = FUNCTIONS[name](Sides())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(usual), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    if isinstance(found, tuple) and name in ("layer", "ring", "all_gather", "ulysses"):
+        assert [x.dtype for x in found] == [jnp.float32, jnp.float64]
+    else:
+        assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
 
 
 # --- Interpreted kernels --------------------------------------------------------------------------
