@@ -135,7 +135,7 @@ def total(qkv, side, **options):
 
 @pytest.mark.parametrize("differentiable", ["reverse", "any"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_float64_beside_queries(dtype, differentiable):
+def test_float64_next_to_queries(dtype, differentiable):
     """Checks that float64 arrays are cast, and that their gradients are float64."""
     with jax.enable_x64(True):
         qkv, side = drawn(dtype)
@@ -151,7 +151,7 @@ def test_float64_beside_queries(dtype, differentiable):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
-def test_forward_mode_of_float64_beside_queries():
+def test_forward_mode_of_float64_next_to_queries():
     with jax.enable_x64(True):
         qkv, side = drawn("float32")
         arrays = {name: jnp.asarray(x, "float64") for name, x in side.items()}
@@ -245,7 +245,7 @@ def test_a_shared_prefix_warns_of_nothing(dtype):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-# --- Every public function, with wide arrays beside narrow ones ------------------------------------
+# --- Every public function, with arrays of 64 bits next to data of 32 ----------------------------
 
 
 class Sides:
@@ -352,6 +352,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.thorough(always=["varlen", "decode", "all_gather", "append"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_take_wide_arrays(name):
     """Compares them with the same numbers in 32 bits; gradients are those of wide arrays."""
