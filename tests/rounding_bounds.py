@@ -39,6 +39,8 @@ STEPS = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126, "floa
 STEP_IN_EIGHT_BITS = 2.0**-38
 # Hopper's float32: products of parts in bfloat16, each right to 2^-15 and to 2^-18 in the mean.
 IN_PARTS = 2.0**-17
+# Logits that are only a bias which hides keys.
+LARGE = 1e8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +168,12 @@ def of_logits(d: Dense, f: Forward, unit: Unit):
     error = error * slope
     if d.softcap is not None:
         error = error + unit.tanh * d.softcap * np.abs(f.of_score)
-    if d.rounded:
-        error = 0.0 * error
     # exp2 of a difference, whose terms are both rounded.
     lse = np.where(np.isfinite(f.lse), np.abs(f.lse), 0.0)[..., None]
-    x = np.abs(f.x)
-    own = unit.single * (x + lse) if not d.rounded else 0.0 * x
-    return np.where(f.seen, error + own + unit.single, 0.0)
+    error = error + unit.single * (np.abs(f.x) + lse)
+    if d.rounded:  # what is so large is a number of float32, and its differences are exact
+        error = np.where(np.abs(f.x) > LARGE, 0.0, error)
+    return np.where(f.seen, error + unit.single, 0.0)
 
 
 def of_backward(d: Dense, f: Forward, b: Backward, do, unit: Unit) -> dict[str, Any]:
@@ -288,21 +289,26 @@ def of_hessian(d: Dense, f: Forward, b: Backward, do, unit: Unit) -> dict[str, A
     raw = np.abs(np.where(f.seen, change(f.raw), 0.0))
     of_slope, of_change = bends.slope / u, raw * bends.curve / u
     bent = sq(p * raw * of_slope)
-    of_ds = (sq(change(f.p)) + bent) * size + sq(p) * (sq(change(dp)) + sq(change(delta)))
+    # A change of P is that of exp(x), which is rounded, less the mean change of its row.
+    by = np.where(f.seen, change(f.x), 0.0)
+    mean = (p * by).sum(-1, keepdims=True)
+    of_exp = sq(by) + sq(mean)
+    of_ds = (sq(p) * of_exp + bent) * size + sq(p) * (sq(change(dp)) + sq(change(delta)))
     terms = sq(f.slope.real) * of_ds + sq(b.ds.real) * sq(change(f.slope)) + sq(change(b.dx))
     terms = terms + sq(change(b.ds) * of_slope) + sq(b.ds.real * of_change) + least
     first = sq(p * f.slope.real) * size + sq(b.dx.real) + sq(b.ds.real * of_slope) + least
     row = (sq(do) * (sq(f.o.real) + sq(change(f.o)) + sq(unit.smallest / u))).sum(-1, keepdims=True)
     row += (bent * size + least * sq(dp.real)).sum(-1, keepdims=True)
+    of_moved = np.sqrt(row * (1.0 + sq(mean)) + (sq(p * by * dp.real)).sum(-1, keepdims=True))
     row = np.sqrt(row)
     # Delta and its change have each an error of the row.
-    both = p * f.slope.real * row, change(f.p * f.slope) * row
+    both = p * f.slope.real * of_moved, change(f.p * f.slope) * row
     spread = terms + sq(both[0]) + sq(both[1])
     hq = np.matmul(terms, sq(k.real)) + np.matmul(first, sq(change(k)))
     hq += sum(sq(np.matmul(x, k.real)) for x in both) + sq(np.matmul(both[0], change(k)))
     hk = np.matmul(spread.swapaxes(2, 3), sq(q.real))
     hk += np.matmul((first + sq(both[0])).swapaxes(2, 3), sq(change(q)))
-    of_w = sq(change(f.w)) + sq(f.w.real) + 2.0 * _of_least(d, f, unit) / sq(u)
+    of_w = sq(f.w.real) * (1.0 + of_exp) + 2.0 * _of_least(d, f, unit) / sq(u)
     hv = np.matmul(of_w.swapaxes(2, 3), sq(do))
     hq, hk = sq(d.scale) * hq, sq(d.scale) * hk
     var = {"hq": hq.swapaxes(1, 2), "hk": over_group(hk, d.group), "hv": over_group(hv, d.group)}

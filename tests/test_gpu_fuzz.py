@@ -8,6 +8,7 @@ import math
 import os
 import time
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -137,6 +138,49 @@ def test_what_kernels_round_is_right(case):
     found = {"dq": half(np.matmul(ds, k)).swapaxes(1, 2), "dk": half(dk)}
     for name, x in found.items():
         assert not gpu_fuzz.difference(x, right.gradients[name], limits[name])[1], name
+
+
+def test_what_changes_of_weights_round_is_right():
+    """Slopes move far logits by hundreds, and dS by what remains when their mean is taken off."""
+    rng, half = np.random.default_rng(7), lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float64)
+    d = problem(ml_dtypes.bfloat16, slopes=np.array([[0.1, 0.02]]))
+    d.seen = d.seen & (np.arange(300) % (20 + 40 * np.arange(7)[:, None]) == 19)
+    moved = dense_reference.moved(d, {"slopes": np.ones((1, 2))})
+    f, do = dense_reference.forward(moved), half(rng.standard_normal((1, 7, 2, 8)))
+    right = dense_reference.backward(moved, f, do, 0.0)
+    limits = rounding_bounds.of_hessian(moved, f, right, do, Unit.of("bfloat16", kernels=True))
+    k, v, do = np.repeat(d.k, 2, 2).swapaxes(1, 2), d.v.swapaxes(1, 2), do.swapaxes(1, 2)
+    e = np.where(f.seen, np.exp(f.x.real - f.most[..., None]), 0.0)
+    de, total = -e * d.distance, e.sum(-1, keepdims=True)
+    less = -de.sum(-1, keepdims=True) / total**2
+    products = np.matmul(do, v.swapaxes(2, 3))
+    by_o = lambda e: (np.matmul(half(e), v) * do).sum(-1, keepdims=True) / total
+    delta, ddelta = by_o(e) / total, by_o(de) / total + 2.0 * by_o(e) * less
+    ds = de * (half(products / total) - delta) + e * (half(products * less) - ddelta)
+    dv = np.matmul(half(de).swapaxes(2, 3), half(do / total))
+    dv += np.matmul(half(e).swapaxes(2, 3), half(do * less))
+    found = {"hq": 0.25 * np.matmul(half(ds), k).swapaxes(1, 2)}
+    found["hv"] = dv.sum(1, keepdims=True).swapaxes(1, 2)
+    found["halibi_slopes"] = -(ds * d.distance).sum((2, 3))
+    exact = dense_reference.hessian_vector(right)
+    for name, x in found.items():
+        assert not gpu_fuzz.difference(x, exact[name], limits[name])[1], name
+
+
+def test_products_in_parts_are_right_next_to_a_bias_that_hides_keys():
+    d = problem(bias=np.where(np.arange(300) % 3 == 0, -1e10, 0.0)[None, None, None])
+    d = dataclasses.replace(d, scale=3.0, rounded=True)
+    f, half = dense_reference.forward(d), lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float64)
+    limits = rounding_bounds.of_forward(d, f, Unit.of("float32", kernels=True))
+    q, k = d.q.swapaxes(1, 2), np.repeat(d.k, 2, 2).transpose(0, 2, 3, 1)
+    rest_of_q, rest_of_k = half(q - half(q)), half(k - half(k))
+    s = np.matmul(half(q), half(k) + rest_of_k) + np.matmul(rest_of_q, half(k))
+    x = (3.0 * s + d.bias).astype(np.float32).astype(np.float64)
+    lse = np.log(np.exp(x).sum(-1))
+    assert not gpu_fuzz.difference(lse, f.lse, limits["lse"])[1]
+    d.bias = d.bias - 1e10 * (np.arange(300) == f.p[0, 0, 0].argmax())  # hides one key more
+    lse = dense_reference.forward(d).lse
+    assert gpu_fuzz.difference(lse, f.lse, limits["lse"])[1]
 
 
 # One of every public function, x64 among them.
