@@ -82,13 +82,15 @@ def wedge(b, n, i, j):
 
 
 ROWS = [shape(2, 640, 8, 128), shape(2, 640, 2, 128), shape(2, 640, 2, 128)]
+# Enough tiles that CTAs divide their numbers.
+LONG = [shape(4, 4096, 32, 128), shape(4, 4096, 8, 128), shape(4, 4096, 8, 128)]
 PAGES = [shape(20, 64, 2, 128), shape(20, 64, 2, 128)]
 TABLE = {"kv_lengths": ints(2), "page_table": ints(2, 8)}
 IDS = {"q_segment_ids": ints(2, 640), "kv_segment_ids": ints(2, 640)}
 BIAS = {"bias": shape(2, 1, 640, 640), "sinks": shape(8, dtype="float32")}
 CALLS = {
-    "grouped": (gradient(), ROWS, {}),
-    "causal": (gradient(causal=True), ROWS, {}),
+    "grouped": (gradient(), LONG, {}),
+    "causal": (gradient(causal=True), LONG, {}),
     "deterministic": (gradient(causal=True, deterministic=True), ROWS, {}),
     "modifiers": (gradient(softcap=5.0, dropout_rate=0.1, dropout_seed=1), ROWS, IDS | BIAS),
     "functions": (gradient(score_mod=slanted, mask_mod=wedge), ROWS, {}),
