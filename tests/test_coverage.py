@@ -173,6 +173,20 @@ def test_a_result_that_is_off_is_wrong():
         assert verdict({**right.exact, name: x * (1.0 + 2.0**-5)}) == check.WRONG, name
 
 
+def test_sums_that_are_rounded_elsewhere_are_right():
+    row = of("attention", "gradient", "lengths", "ALiBi", "sinks", "score_mod")
+    arrays, moves = check.arrays_of(row)
+    right = expected.Expected(row, arrays, moves)
+    rounded = dense.to(row.dtype)
+    # As kernels do that multiply weights by another number than the sum over their row.
+    found = dense.gradients(*expected.described(row, arrays), lambda x: rounded(1.2 * x) / 1.2)
+    for name in expected.SUMS:
+        assert found[name].shape == right.exact[name].shape
+        assert np.abs(found[name] - right.exact[name]).max() <= right.allowed[name], name
+        off = {**right.exact, name: 1.25 * right.exact[name]}
+        assert check.compared(row, "", off, right, arrays).verdict == check.WRONG, name
+
+
 def test_tangents_are_differences():
     row = of("attention", "hessian", *rows.EVERYTHING)
     arrays, moves = check.arrays_of(row)

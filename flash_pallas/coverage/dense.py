@@ -129,8 +129,13 @@ def outputs(call: Dense, x: Arrays, rounded: Callable = exactly) -> dict[str, An
     return {"o": rounded(o), "lse": found.lse}
 
 
-def gradients(call: Dense, x: Arrays, rounded: Callable = exactly) -> dict[str, Any]:
-    """Computes the gradients of all arrays from the cotangents x["do"] and x["dlse"]."""
+def gradients(
+    call: Dense, x: Arrays, rounded: Callable = exactly, *, by_row: bool = False
+) -> dict[str, Any]:
+    """Computes the gradients of all arrays from the cotangents x["do"] and x["dlse"].
+
+    With `by_row` those of arrays of numbers of heads are the terms of their sums, [B, N, T].
+    """
     found = softmax(call, x)
     kept = 1.0 if call.kept is None else call.kept
     group = x["q"].shape[2] // x["k"].shape[2]
@@ -140,18 +145,18 @@ def gradients(call: Dense, x: Arrays, rounded: Callable = exactly) -> dict[str, 
     o = rounded(np.einsum("bnts,bsnh->btnh", weights, v))
     delta = np.einsum("btnh,btnh->bnt", x["do"], o) - x["dlse"]
     ds = found.p * (dp - delta[..., None])
-    grads = {}
+    grads, of_rows = {}, {}
     if "sinks" in x:
-        grads["sinks"] = -(found.of_sinks * delta).sum((0, 2))
+        of_rows["sinks"] = -(found.of_sinks * delta)
     if "strength" in x:
         term = call.pattern * found.capped * found.capped
-        grads["strength"] = (ds * term).sum((0, 2, 3))
+        of_rows["strength"] = (ds * term).sum(3)
         by_score = 2.0 * x["strength"][:, None, None] * call.pattern * found.capped
         ds = ds * (1.0 + by_score)
     if call.softcap is not None:
         ds = ds * (1.0 - (found.capped / call.softcap) ** 2)
     if "alibi_slopes" in x:
-        grads["alibi_slopes"] = -(ds * call.distance).sum((0, 2, 3))
+        of_rows["alibi_slopes"] = -(ds * call.distance).sum(3)
     if "bias" in x:
         axes = tuple(i for i, size in enumerate(x["bias"].shape) if size == 1)
         grads["bias"] = rounded(ds.sum(axes, keepdims=True))
@@ -160,6 +165,7 @@ def gradients(call: Dense, x: Arrays, rounded: Callable = exactly) -> dict[str, 
     dk = of_kv(np.einsum("bnts,btnh->bsnh", ds, x["q"])) * call.scale
     dv = of_kv(np.einsum("bnts,btnh->bsnh", weights, x["do"]))
     dq = np.einsum("bnts,bsnh->btnh", ds, k) * call.scale
+    grads |= {name: y if by_row else y.sum((0, 2)) for name, y in of_rows.items()}
     grads |= {"q": rounded(dq), "k": rounded(dk), "v": rounded(dv)}
     return {f"d{name}": grad for name, grad in grads.items()}
 
