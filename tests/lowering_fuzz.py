@@ -151,6 +151,7 @@ def summary(gpu: Gpu, started: float, outcomes: list[Outcome]) -> dict[str, Any]
     return {
         "gpu": dataclasses.asdict(gpu),
         **{kind: kinds[kind] for kind in ("lowered", "refused", "failed")},
+        "under_x64": sum(each.call.endswith("under x64") for each in outcomes),
         "most_refused": dict(collections.Counter(refused).most_common(5)),
         "failures": [dataclasses.asdict(each) for each in outcomes if each.kind == "failed"],
         "seconds": round(time.monotonic() - started),
