@@ -231,6 +231,7 @@ WIDE = (
     _wide("wide_512_bias", bias="BNTS", N=2, T=70),
     _wide("wide_384_bias_of_keys", H=384, bias="1N1S", B=2, N=1, T=70),
     _wide("wide_512_bias_of_queries", bias="B1T1", N=2, T=70),
+    _wide("wide_512_bias_of_keys", bias="B11S", N=2, T=70, S=200),
     _wide("wide_512_bias_shared_mask", bias="1NTS", mask="B1TS", B=2, N=1, T=70, S=70),
     _wide("wide_512_softcap_dropout", softcap=3.0, dropout_rate=0.2, causal=True, N=1, **_SQUARE),
     _wide("wide_320_bias_infinite", H=320, bias="1NTS-causal", softcap=3.0, score_mod="per_entry",

@@ -274,10 +274,15 @@ class DbiasKernel:
     def store_columns(self, cta: DbiasCta, total):
         """Writes this warpgroup's sums over its rows, one per key.
 
-        The tile is transposed on its way through shared memory.
+        The tile is transposed on its way through shared memory. Of 32 keys half a tile is, and the
+        other half may hold anything.
         """
         staging, vectors = cta.smem.sums.at[cta.wg], cta.smem.vectors.at[cta.wg]
-        staging[...] = total[0]
+        own, found = staging, vectors
+        if self.blocks.block_kv < WARPGROUP_ROWS:
+            own = staging.at[:, pl.ds(0, self.blocks.block_kv)]
+            found = vectors.at[pl.ds(0, self.blocks.block_kv)]
+        own[...] = total[0]
         plgpu.commit_smem()  # each warp reads what the others wrote
         for first in range(0, self.blocks.block_kv, WARPGROUP_ROWS):
             keys = pl.ds(first, WARPGROUP_ROWS)
@@ -288,7 +293,7 @@ class DbiasKernel:
         plgpu.commit_smem()
         x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
         keys = pl.ds(x * self.blocks.block_kv, self.blocks.block_kv)
-        plgpu.copy_smem_to_gmem(vectors, cta.out[0].at[batch, head, cta.wg, keys])
+        plgpu.copy_smem_to_gmem(found, cta.out[0].at[batch, head, cta.wg, keys])
 
     def store_rows(self, cta: DbiasCta, total):
         """Writes this warpgroup's rows of every sum."""

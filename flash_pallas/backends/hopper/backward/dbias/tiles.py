@@ -150,8 +150,8 @@ class DbiasSmem(NamedTuple):
     auxiliary: Streamed | None
     bias: Any  # [block_q, block_kv]; None unless Sums.holds_bias
     sums: Any  # staging; tile: f32[block_q, block_kv], or None: in place of the bias, if there is
-    # one part; columns: f32[warpgroups, 64, block_kv]; rows: None
-    vectors: Any  # rows: f32[names, block_q]; columns: f32[warpgroups, block_kv]; else None
+    # one part; columns: f32[warpgroups, 64, block_kv or 64]; rows: None
+    vectors: Any  # rows: f32[names, block_q]; columns: f32[warpgroups, block_kv or 64]; else None
 
 
 class DbiasBarriers(NamedTuple):
@@ -184,8 +184,9 @@ def scratch(
     if sums.axes == "tile" and sums.parts(blocks) > 1:
         staging = tile_buffer((rows, columns), jnp.float32)
     elif sums.axes == "columns":
-        staging = tile_buffer((blocks.warpgroups, WARPGROUP_ROWS, columns), jnp.float32)
-        vectors = row_buffer((blocks.warpgroups, columns))
+        wide = max(columns, WARPGROUP_ROWS)  # its transpose is as high as a warpgroup's tiles
+        staging = tile_buffer((blocks.warpgroups, WARPGROUP_ROWS, wide), jnp.float32)
+        vectors = row_buffer((blocks.warpgroups, wide))
     elif sums.axes == "rows":
         vectors = row_buffer((len(sums.names), rows))
     smem = DbiasSmem(
