@@ -1,11 +1,14 @@
 """The table of features that says what runs where, generated from the backends' answers.
 
-`python -m tests.feature_table` writes it into docs/which-kernel-runs.md; tests/test_readme.py
+`python -m tests.feature_table` writes it into docs/which-kernel-runs.md, and the table of what has
+run on which GPU, generated from benchmarks/results/gpu_coverage*.json; tests/test_readme.py
 compares.
 """
 
 from __future__ import annotations
 
+import collections
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import ragged
 from flash_pallas.core.decode import QUANTISED
 from flash_pallas.core.decode import describe as describe_decode
+from flash_pallas.coverage.calls import Row
 from flash_pallas.frontend import validate, validate_decode, validate_ragged
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.frontend.validate_decode import DecodeArguments
@@ -29,6 +33,8 @@ from flash_pallas.frontend.validate_ragged import RaggedArguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-kernel-runs.md"
 MARKED = re.compile(r"(<!-- table:features -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+COVERED = re.compile(r"(<!-- table:coverage -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+RESULTS = PAGE.parent.parent / "benchmarks" / "results"
 
 B, T, S, N = 2, 16, 32, 4
 _IDS = {
@@ -216,11 +222,33 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def on_page() -> str:
+def coverage() -> str:
+    """Returns the lines of what has run on which GPU."""
+    columns = ["GPU", "kernels", "function", "dtypes", "head dims", "calls", "right", "day"]
+    lines = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
+    for path in sorted(RESULTS.glob("gpu_coverage*.json")):
+        report = json.loads(path.read_text())
+        parts = collections.defaultdict(list)
+        for key, (_, _, verdict) in report["rows"].items():
+            row = Row.parse(key)
+            parts[row.target, row.function].append((row, verdict))
+        for (target, function), found in sorted(parts.items()):
+            rows = [row for row, _ in found]
+            dtypes = sorted({row.dtype for row in rows} | {row.cache_dtype for row in rows})
+            dims = sorted({row.head_dim for row in rows})
+            right = sum(verdict == "right" for _, verdict in found)
+            cells = [f"{len(dims)} from {dims[0]} to {dims[-1]}", len(rows), right, report["date"]]
+            cells = [report["device"], target, function, ", ".join(dtypes), *cells]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def on_page(marked: re.Pattern = MARKED) -> str:
     """Returns the same lines as the page has them."""
-    (found,) = MARKED.findall(PAGE.read_text())
+    (found,) = marked.findall(PAGE.read_text())
     return found[1]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(MARKED.sub(rf"\g<1>{table()}\g<3>", PAGE.read_text()))
+    for marked, lines in ((MARKED, table()), (COVERED, coverage())):
+        PAGE.write_text(marked.sub(rf"\g<1>{lines}\g<3>", PAGE.read_text()))

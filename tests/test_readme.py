@@ -140,6 +140,7 @@ def test_links_are_found():
 def test_the_table_of_features_is_what_the_backends_answer():
     hint = "run `python -m tests.feature_table`"
     assert feature_table.on_page() == feature_table.table(), hint
+    assert feature_table.on_page(feature_table.COVERED) == feature_table.coverage(), hint
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -57,6 +57,15 @@ class Row:
         options = ", ".join(self.options) or "plain"
         return f"{self.target} {self.function} {self.wanted} {sizes}: {options}"
 
+    @classmethod
+    def parse(cls, key: str) -> Row:
+        """Returns the row of this name."""
+        head, _, options = key.partition(": ")
+        target, function, wanted, sizes, dtype = head.split(" ")
+        head_dim, v_head_dim = map(int, sizes.split("/"))
+        named = () if options == "plain" else tuple(options.split(", "))
+        return cls(target, function, wanted, head_dim, v_head_dim, dtype, named)
+
     @property
     def cache_dtype(self) -> str:
         """Dtype of the cache."""
