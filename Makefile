@@ -133,6 +133,7 @@ coverage-gpu:
 coverage-check:
 	@$(SETUP) dev
 	$(PY) -m flash_pallas.coverage --check benchmarks/results/gpu_coverage.json
+	$(PY) -m pytest -q tests/gpu_results.py
 
 fuzz-gpu:
 	@$(SETUP) dev cuda13

@@ -1,7 +1,8 @@
-"""Kernels that have run on a GPU are those that run now: benchmarks/results/gpu_coverage.json.
+"""Kernels that have run on a GPU are those that run now: gpu_coverage.json and gpu_fuzz.json.
 
-`make coverage-gpu` writes the file on an H200, and `make coverage-check` compares all of it. Here a
-fixed set of rows is compared, and a sample that is another one after every change.
+`make coverage-gpu` and `make fuzz-gpu` write these files on an H200. `make coverage-check` compares
+all rows, and runs this file: a fixed set of rows, a sample that is another one after every change,
+and calls that "auto" gives to kernels.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from flash_pallas.coverage import check, rows, run
 from flash_pallas.coverage.calls import Row
 from flash_pallas.coverage.rows import TARGETS
 
-from . import digest
+from . import digest, kernel_digest
 from .random_calls import random_call
 
 PATH = Path(__file__).parent.parent / "benchmarks" / "results" / "gpu_coverage.json"
@@ -195,3 +197,30 @@ def explained(number: int, gpu: str) -> list[Any]:
     twin = dataclasses.replace(call, function=explains, wanted=())
     jax.eval_shape(twin.run("auto"), *twin.arguments)
     return told
+
+
+# --- Random calls ---------------------------------------------------------------------------------
+
+FUNCTIONS = (
+    "append_kv",
+    "dot_product_attention",
+    "flash_attention",
+    "flash_attention_varlen",
+    "flash_attention_with_lse",
+    "flash_attention_with_max_logit",
+    "flash_decode",
+    "ragged_paged_attention",
+)
+
+
+def test_the_committed_run_is_of_these_kernels():
+    found = json.loads(PATH.with_name("gpu_fuzz.json").read_text())
+    assert found["kernels"] == kernel_digest.of_sources(), (
+        "gpu_fuzz.json is older than the kernels: run make fuzz-gpu COUNT=1800 on an H100 or H200"
+    )
+    assert found["wrong"] == [] and found["calls"] >= 1500
+    right = lambda table, key: found[table][key].get("right", 0)
+    assert right("by backend", "portable") >= 500 and right("by x64", "x64") >= 300
+    tiles = {"portable of this GPU", "portable 8.0", "portable 8.9"}
+    assert all(right("by tiles", name) for name in tiles)
+    assert all(right("by function", name) for name in FUNCTIONS)
