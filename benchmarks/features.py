@@ -168,7 +168,8 @@ def _pair_bias(sizes: Sizes, key) -> Arguments:
 
 
 def _lengths(sizes: Sizes, key) -> Arguments:
-    return {"kv_lengths": jnp.full((sizes.batch,), sizes.length - 100, jnp.int32)}
+    padding = min(100, sizes.length // 2)
+    return {"kv_lengths": jnp.full((sizes.batch,), sizes.length - padding, jnp.int32)}
 
 
 def _slopes(sizes: Sizes, key) -> Arguments:
