@@ -225,7 +225,7 @@ def test_another_backward_of_jax_is_refused(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", other)
     assert not residuals.known()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(backend, "_capability", lambda: "10.0")
+    monkeypatch.setattr(backend, "capability_here", lambda: "10.0")
     monkeypatch.setattr(backend, "_version", lambda: 91900)
     reason = CudnnBackend().unsupported(described())
     assert reason is not None and reason.endswith(f"jax 0.11 and 0.12, not of {jax.__version__}")
