@@ -22,10 +22,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from ...devices import Device, targeted
 
-_ASKED, _ASK = (
-    "asked_by_flash_pallas",
-    "__nvvm_reflect",
-)  # LLVM's question about what it compiles for
+# LLVM's question about what it compiles for.
+_ASKED, _ASK = "asked_by_flash_pallas", "__nvvm_reflect"
 
 
 def made_for(device: Device, kernel):
