@@ -12,7 +12,7 @@ from . import digest
 
 TESTS = Path(__file__).parent
 # These note the day of a run next to its figures.
-DATED = {"fuzzing.py", "sanitize.py"}
+DATED = {"faults.py", "fuzzing.py", "sanitize.py"}
 
 
 @pytest.fixture

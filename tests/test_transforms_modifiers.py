@@ -108,7 +108,7 @@ def test_vmap_over_every_other_operand():
             q_segment_ids=ids[:, :T],
             kv_segment_ids=ids,
             kv_lengths=lengths,
-            q_lengths=lengths - 2,
+            q_lengths=jnp.clip(lengths - 2, 0, T),
             alibi_slopes=slopes,
             sinks=sinks,
         )
