@@ -30,7 +30,7 @@ help:
 	@echo "                    file names, to which it adds those that pass"
 	@echo "make test-gpus      the tests that need two or four of them"
 	@echo "make fuzz-gpu       random calls of every function against float64: COUNT=1500 SEED=1"
-	@echo "make coverage-gpu   every kernel that a backend can choose, against float64; 20 minutes"
+	@echo "make coverage-gpu   every kernel that a backend can choose, against float64"
 	@echo "make coverage-check which kernels have changed since they ran on a GPU; needs none"
 	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
 	@echo "make bench          the benchmark tables, on a Hopper GPU"
