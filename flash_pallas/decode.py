@@ -10,10 +10,10 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from .backends.base import Backend
-from .core import decode, mesh_axes, softmax, undifferentiable, width
+from .core import decode, mesh_axes, softmax, undifferentiable
 from .core import kv_blocks as kv_blocks_
 from .core.decode import DecodeOperands, DecodeProblem, DecodeSpec
-from .core.problem import Outputs
+from .core.problem import Outputs, own_width
 from .frontend import arguments as checks
 from .frontend import dispatch, validate, validate_decode
 from .frontend.dispatch import Explanation
@@ -298,18 +298,21 @@ def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     return out.o, softmax.natural(out.lse_log2, out.shift, unit)
 
 
-@width.of_queries
 def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard."""
-
-    spec, operands = kv_blocks_.as_pages(spec, operands)
-    blocks = backend.decode_blocks(decode.describe(operands, spec))
-    return _foldable(backend, spec, blocks)(operands)
+    with own_width(operands):
+        spec, operands = kv_blocks_.as_pages(spec, operands)
+        blocks = backend.decode_blocks(decode.describe(operands, spec))
+        return _foldable(backend, spec, blocks)(operands)
 
 
 def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
     """Returns operands -> Outputs; vmap folds its axis into the batch, and blocks fit that."""
-    call = custom_vmap(width.of_queries(partial(backend.decode, spec, blocks)))
+
+    @custom_vmap
+    def call(operands):
+        with own_width(operands):
+            return backend.decode(spec, blocks, operands)
 
     @call.def_vmap
     def fold(size, is_batched, operands):

@@ -13,8 +13,8 @@ from jax.custom_batching import custom_vmap
 
 from .backends.base import Backend
 from .cache import append_packed
-from .core import mesh_axes, ragged, softmax, undifferentiable, width
-from .core.problem import Outputs
+from .core import mesh_axes, ragged, softmax, undifferentiable
+from .core.problem import Outputs, own_width
 from .core.ragged import RaggedOperands, RaggedSpec
 from .frontend import arguments as checks
 from .frontend import dispatch, validate, validate_ragged
@@ -308,14 +308,18 @@ def _packed(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Out
     return jax.tree.map(lambda x: x[None], out)
 
 
-@width.of_queries
 def _fitted(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Outputs:
     """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard.
 
     Members of a vmap run one after the other: each has sequences and lengths of its own.
     """
-    blocks = backend.ragged_blocks(ragged.describe(operands, spec))
-    call = custom_vmap(width.of_queries(partial(backend.ragged, spec, blocks)))
+    with own_width(operands):
+        blocks = backend.ragged_blocks(ragged.describe(operands, spec))
+
+    @custom_vmap
+    def call(operands):
+        with own_width(operands):
+            return backend.ragged(spec, blocks, operands)
 
     @call.def_vmap
     def each(size, is_batched, operands):
@@ -327,7 +331,8 @@ def _fitted(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Out
             out = derivatives.of_no_members(call, is_batched, (operands,))
         return out, jax.tree.map(lambda _: True, out)
 
-    return call(operands)
+    with own_width(operands):
+        return call(operands)
 
 
 @_attend.defjvp

@@ -190,9 +190,10 @@ class Pushing(XlaBackend):
         return Grads(*jax.jvp(gradients, primals, tangents)[1])
 
 
-def pushing(q, k, v):
+def pushing(q, k, v, **options):
     backend = Pushing()
-    call = validate.canonicalize(q, k, v, Arguments(causal=True, differentiable="any"))
+    options = options or {"causal": True}
+    call = validate.canonicalize(q, k, v, Arguments(differentiable="any", **options))
     blocks = backend.blocks(call.problem, None)
     return any_order.attend(backend, call.spec, blocks, call.operands)[:2]
 
@@ -361,6 +362,33 @@ def test_context_parallel(strategy, modified, name, eight_devices):
     given, dense = arrays(6, (1, 32, 4, 8)), functools.partial(reference.attention, **options)
     run = lambda f: jax.jit(functools.partial(TRANSFORMED[name], outputs(f)))(*given)
     close(run(parallel), run(dense))
+
+
+@pytest.mark.parametrize("path", ["pushing", "jnp"])
+@pytest.mark.parametrize("name", ["jvp", "linearize", "grad", "jvp of grad", "grad of grad"])
+def test_sinks_of_padding(path, name):
+    """The log-sum-exp of a query with a negative id is its sink, and moves as that does."""
+    ids = jnp.asarray([[0, 0, 0, 0, 1, 1, 1, 1, -1, -1, -1, -1]], jnp.int32)
+    options = {
+        "q_segment_ids": ids,
+        "kv_segment_ids": ids,
+        "q_lengths": jnp.asarray([10], jnp.int32),
+    }
+
+    def outputs(attend):
+        def run(q, k, sinks):
+            o, lse = attend(q, k, k, sinks=sinks, **options)
+            return o, jnp.where(jnp.arange(12) < 10, lse, 0.0)  # -inf beyond the length
+
+        return run
+
+    fast = functools.partial(ANY, causal=False) if path == "jnp" else pushing
+    (q, k), (dq, dk) = arrays(2), arrays(2) + 1.0
+    given = q, k, jnp.asarray([0.3, -1.0]), dq, dk, jnp.asarray([0.7, 2.0])
+    run = lambda f: jax.jit(functools.partial(TRANSFORMED[name], outputs(f)))(*given)
+    found = run(fast)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+    close(found, run(reference.attention))
 
 
 def test_refusals():

@@ -6,8 +6,6 @@ device: the stack is two deeper here, where tests have eight and a call is parti
 
 from __future__ import annotations
 
-import pytest
-
 from . import house
 
 # Three files and five frames are those of launches: the repairs of jax 0.11, kernels compiled ahead
@@ -16,7 +14,6 @@ from . import house
 FILES, STACK, RECORDS = 35, 31, 40
 
 
-@pytest.mark.thorough
 def test_a_plain_gradient_enters_no_more_than_it_did():
     found = house.plain_gradient()
     entered = len(found.files), found.deepest, len(found.records)

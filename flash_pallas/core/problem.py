@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -274,3 +275,15 @@ def describe(operands: Operands, spec: AttentionSpec) -> Problem:
         mask_shape=None if mask is None else tuple(mask.shape),
         bias_dtype=None if bias is None else np.dtype(bias.dtype),
     )
+
+
+def own_width(operands) -> contextlib.AbstractContextManager:
+    """Returns the context in which a backend computes: only float64 q has numbers of 64 bits.
+
+    With `jax_enable_x64` Python's numbers are int64 and float64 there too, which kernels do not
+    have. Within the context they are what they are without it, so a call is lowered to the same
+    code either way.
+    """
+    if operands.q.dtype == np.float64 or not jax.config.jax_enable_x64:
+        return contextlib.nullcontext()
+    return jax.enable_x64(False)

@@ -22,7 +22,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import AxisType
 
 from ..backends.base import Backend
-from ..core import mesh_axes, padding, softmax, undifferentiable, width
+from ..core import mesh_axes, padding, softmax, undifferentiable
 from ..core.decode import DecodeOperands
 from ..core.problem import (
     EXTRA_GRADS,
@@ -32,6 +32,7 @@ from ..core.problem import (
     Operands,
     Outputs,
     describe,
+    own_width,
 )
 from . import sharding
 
@@ -192,9 +193,9 @@ def sink_weight(sinks, lse_log2, shift, unit: float):
 def forward_of(backend, spec, blocks):
     """Returns operands -> Outputs: the backend's forward, wrapped as described in the module."""
 
-    @width.of_queries
     def forward(operands):
-        outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
+        with own_width(operands):
+            outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
         return mesh_axes.spread(outputs, mesh_axes.varying(operands))
 
     call = fold_vmap(sharding.per_shard(forward, backend.partitionable))
@@ -208,9 +209,9 @@ def backward_of(backend, spec, blocks, wanted):
     `wanted` is that of `Backend.backward`.
     """
 
-    @width.of_queries
     def backward(operands, cotangents):
-        grads = backend.backward(spec, blocks, operands, cotangents, wanted)
+        with own_width(operands):
+            grads = backend.backward(spec, blocks, operands, cotangents, wanted)
         return mesh_axes.spread(grads, mesh_axes.varying(operands))
 
     call = fold_vmap(sharding.per_shard(backward, backend.partitionable), wanted)
@@ -225,12 +226,12 @@ def push_of(backend, spec):
     `forward_of` it has that of the partitioner alone.
     """
 
-    @width.of_queries
     def push(operands, given, found=None):
-        result = backend.push(spec, operands, given, found)
-        if found is None:
-            out = padding.discarded(operands, Outputs(*result[:3]))
-            result = result._replace(o=out.o, lse_log2=out.lse_log2, shift=out.shift)
+        with own_width(operands):
+            result = backend.push(spec, operands, given, found)
+            if found is None:
+                out = padding.discarded(operands, Outputs(*result[:3]))
+                result = result._replace(o=out.o, lse_log2=out.lse_log2, shift=out.shift)
         return mesh_axes.spread(result, mesh_axes.varying(operands))
 
     return sharding.per_shard(push, backend.partitionable)
@@ -243,9 +244,9 @@ def push_backward_of(backend, spec):
     Arguments are those of `Backend.push_backward`; the wrap is that of `push_of`.
     """
 
-    @width.of_queries
     def push(operands, cotangents, given, moved):
-        grads = backend.push_backward(spec, operands, cotangents, given, moved)
+        with own_width(operands):
+            grads = backend.push_backward(spec, operands, cotangents, given, moved)
         return mesh_axes.spread(grads, mesh_axes.varying(operands))
 
     return sharding.per_shard(push, backend.partitionable)

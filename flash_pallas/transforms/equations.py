@@ -23,8 +23,15 @@ from jax.interpreters import ad, batching, mlir
 from ..backends.base import Backend
 from ..backends.target import TargetBackend, by_platform
 from ..backends.xla import XlaBackend, any_order
-from ..core import padding, softmax, width
-from ..core.problem import AttentionSpec, Cotangents, Operands, Outputs, describe
+from ..core import padding, softmax
+from ..core.problem import (
+    AttentionSpec,
+    Cotangents,
+    Operands,
+    Outputs,
+    describe,
+    own_width,
+)
 from ..core.problem import Tangents as Results
 from . import derivatives
 
@@ -66,9 +73,13 @@ class Call:
         full = with_zeros(operands, given)
         found_ = derivatives.push_of(self.backend, self.spec)(operands, full, *rows)
         out = found_ if found is None else found_._replace(**dict(zip(SHARED, found, strict=False)))
+        # Padding sees no keys. Its log-sum-exp is its sink, unless it lies beyond a length.
+        do, dlse = (
+            padding.cleared_queries(operands, out.do),
+            padding.cleared_rows(operands, out.dlse),
+        )
+        out = out._replace(do=do, dlse=dlse)
         do, dlse = with_sinks(operands, given.sinks, out, describe(operands, self.spec).unit)
-        # The output of padding is constant.
-        do, dlse = padding.cleared_queries(operands, do), padding.cleared_rows(operands, dlse)
         return out._replace(do=do, dlse=dlse)
 
     def either(self, kernels, smooth, *args):
@@ -89,7 +100,8 @@ class Call:
         """Computes (o, natural log-sum-exp) in jnp that JAX differentiates."""
         problem = describe(operands, self.spec)
         blocks = XlaBackend().blocks(problem, None)
-        out = width.of_queries(any_order.attention)(self.spec, blocks, operands)
+        with own_width(operands):
+            out = any_order.attention(self.spec, blocks, operands)
         return out.o, softmax.natural(out.lse_log2, None, problem.unit)
 
 
@@ -391,9 +403,9 @@ def _smooth_gradients(call: Call, fixed: Operands, moving: Operands, given, want
     operands = joined(moving, fixed)
     (o, lse), pull = jax.vjp(lambda moving: call.smooth(joined(moving, fixed)), moving)
     do, dlse = given
-    # The output of padding is constant, whatever its cotangent holds.
+    # The output of padding is constant, whatever its cotangent holds, as is a log-sum-exp of -inf.
     do = padding.cleared_queries(operands, do.astype(o.dtype))
-    dlse = jnp.zeros_like(lse) if dlse is None else padding.cleared_rows(operands, dlse)
+    dlse = jnp.zeros_like(lse) if dlse is None else jnp.where(lse > -jnp.inf, dlse, 0.0)
     (found,) = pull((do, dlse))
     return jax.tree.leaves(_only(wanted, found))
 

@@ -378,21 +378,6 @@ class Drop(NamedTuple):
     threshold: int
 
 
-class Powers(NamedTuple):
-    """Method by which 2**x is computed.
-
-    Attributes:
-        polynomials: share of the elements computed by multiply-add units, not the special function
-            unit.
-        bounded: all x lie between -126 and 127, as none is hidden and logits are capped.
-        cap: softcap of logits to which it has not been applied yet, or None.
-    """
-
-    polynomials: float
-    bounded: bool
-    cap: Cap | None = None
-
-
 def is_polynomial(column, share: float):
     """Returns whether elements of a column are polynomials, evenly spread over a thread's own."""
     number, many = column // LANE_COLS * 2 + column % 2, round(share * UNIT)
@@ -411,10 +396,10 @@ def exp2_polynomial(x):
     return total * lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
-def plain(x, powers: Powers):
+def plain(x, polynomials: float):
     """Computes 2**x of a tile in the way of `weights`, for the interpreter."""
     column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.where(is_polynomial(column, powers.polynomials), exp2_polynomial(x), jnp.exp2(x))
+    return jnp.where(is_polynomial(column, polynomials), exp2_polynomial(x), jnp.exp2(x))
 
 
 def _exp2(x, scale, shift):
@@ -487,8 +472,8 @@ def _converted(dtype, low, high):
     return assembly(ir.IntegerType.get_signless(32), code, high, low)
 
 
-def _weights_body(scale, powers, dtype, threshold, _, x, m, *keys):
-    cap, scale, sums, words = powers.cap, f32_constant(scale), {}, []
+def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
+    (polynomials, bounded), scale, sums, words = shares, f32_constant(scale), {}, []
     registers = np.empty(x.registers.shape, dtype=object)
     for row, col, index in _places(x.shape, x.layout):
         shift = arith.negf(at(m.registers[index], 0))
@@ -498,8 +483,8 @@ def _weights_body(scale, powers, dtype, threshold, _, x, m, *keys):
         for e in range(2):
             logit = at(x.registers[index], e)
             args = logit if cap is None else cap.element(logit), scale, shift
-            if is_polynomial(col + e, powers.polynomials):
-                p.append(_exp2_polynomial(*args, powers.bounded))
+            if is_polynomial(col + e, polynomials):
+                p.append(_exp2_polynomial(*args, bounded))
             else:
                 p.append(_exp2(*args))
             place = row, e
@@ -517,16 +502,29 @@ def _weights_body(scale, powers, dtype, threshold, _, x, m, *keys):
     return fragmented(registers, x.layout), fragmented(lanes, x.layout)
 
 
-def weights(x, m, log2_scale: float, powers: Powers, drop: Drop | None, dtype):
+def weights(
+    x,
+    m,
+    log2_scale: float,
+    drop: Drop | None,
+    dtype,
+    *,
+    polynomials: float,
+    bounded: bool,
+    cap: Cap | None = None,
+):
     """Computes (p in dtype, 0 where dropped; row sums of all of p, per thread) of a tile of logits.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
-        m: f32, spread over the tile: p is 2**(x * log2_scale - m). 0 if powers.bounded.
+        m: f32, spread over the tile: p is 2**(x * log2_scale - m). 0 if `bounded`.
         log2_scale: a Python float. With a cap, that of the cap.
-        powers: method of the exponentials.
         drop: None without dropout, and in float32.
         dtype: bfloat16, float16 or float32.
+        polynomials: share of the exponentials computed by multiply-add units, not the special
+            function unit.
+        bounded: all exponents lie between -126 and 127, as none is hidden and logits are capped.
+        cap: softcap of logits to which it has not been applied yet, or None.
     """
     keys = () if drop is None else (drop.q_keys, drop.kv_keys)
     threshold = 0 if drop is None else drop.threshold
@@ -536,7 +534,7 @@ def weights(x, m, log2_scale: float, powers: Powers, drop: Drop | None, dtype):
             plgpu.ShapeDtypeStruct(x.shape, dtype, WGMMA),
             plgpu.ShapeDtypeStruct((x.shape[0], LANE_COLS), jnp.float32, WGMMA),
         ),
-    )(functools.partial(_weights_body, log2_scale, powers, dtype, threshold))
+    )(functools.partial(_weights_body, log2_scale, (polynomials, bounded), cap, dtype, threshold))
     return run(x, m, *keys)
 
 
@@ -562,7 +560,7 @@ def powers(x, shift, log2_scale: float, share: float, interpret: bool):
         interpret: run by the interpreter.
     """
     if interpret:
-        return plain(x * log2_scale - shift, Powers(share, bounded=False))
+        return plain(x * log2_scale - shift, share)
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, WGMMA)
     )(functools.partial(_powers_body, log2_scale, share))

@@ -22,7 +22,7 @@ from ....core.problem import Outputs
 from ....core.scores import TileInputs
 from ...gpu import inline, online_softmax, score_tile, softcap
 from ...gpu.launch import WARPGROUP_ROWS
-from ...gpu.online_softmax import Drop, Maxima, Powers
+from ...gpu.online_softmax import Drop, Maxima
 from ...gpu.softcap import Cap
 from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
@@ -272,27 +272,37 @@ def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
     """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
     plan, found = cta.plan, cap(cta.plan, z.edges)
     whole = z.edges == "none" and not may_be_empty(plan)
-    powers = Powers(plan.blocks.polynomials, bounded=m is None and whole)
+    polynomials, bounded = plan.blocks.polynomials, m is None and whole
     if found is None:
-        return weights_with(cta, tile, z, m, dtype, powers)
-    large = powers._replace(cap=found)
+        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)
     # Without tangents exponentials have their unit to themselves: an eighth of them as
     # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
-    small = Powers(0.0, bounded=True, cap=found._replace(small=True))
+    small = found._replace(small=True)
     is_large = softcap.is_large(z.x, found, plan.interpret)
     given = functools.partial(weights_with, cta, tile, z, m, dtype)
-    return lax.cond(is_large > 0, lambda: given(large), lambda: given(small))
+    return lax.cond(
+        is_large > 0, lambda: given(polynomials, bounded, found), lambda: given(0.0, True, small)
+    )
 
 
-def weights_with(cta: ForwardCta, tile: QTile, z: Logits, m, dtype, powers: Powers):
-    """Returns what `weights` does, with exponentials that are computed as `powers` says."""
+def weights_with(
+    cta: ForwardCta,
+    tile: QTile,
+    z: Logits,
+    m,
+    dtype,
+    polynomials: float,
+    bounded: bool,
+    cap: Cap | None = None,
+):
+    """Returns what `weights` does; for the last three see `online_softmax.weights`."""
     plan, x = cta.plan, z.x
-    log2_scale = z.log2_scale if powers.cap is None else powers.cap.log2_scale
+    log2_scale = z.log2_scale if cap is None else cap.log2_scale
     m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
     m = per_row(m, x.shape)
     if plan.interpret:
-        x = x if powers.cap is None else powers.cap.plain(x)
-        p = online_softmax.plain(x * log2_scale - m, powers)
+        x = x if cap is None else cap.plain(x)
+        p = online_softmax.plain(x * log2_scale - m, polynomials)
         sums = inline.lane_sums(p, interpret=True)
         return dropped(cta, tile, z, p).astype(dtype), sums
     drop, rate = None, plan.problem.spec.dropout_rate
@@ -300,7 +310,8 @@ def weights_with(cta: ForwardCta, tile: QTile, z: Logits, m, dtype, powers: Powe
         where = cta.score_tile(tile, z.kv_block)
         keys = where.per_q(z.inputs.q_keys), where.per_kv(z.inputs.kv_keys)
         drop = Drop(*keys, dropout.threshold(rate))
-    return online_softmax.weights(x, m, log2_scale, powers, drop, dtype)
+    how = {"polynomials": polynomials, "bounded": bounded, "cap": cap}
+    return online_softmax.weights(x, m, log2_scale, drop, dtype, **how)
 
 
 def dropped(cta: ForwardCta, tile: QTile, z: Logits, p):
