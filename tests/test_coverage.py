@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 
@@ -85,14 +86,24 @@ def test_portable_decoding_is_run_at_every_head_dim(target):
 @pytest.mark.parametrize("target", ["hopper", "portable-99"])
 def test_attention_is_run_at_every_head_dim(target):
     found = found_in(target, rows._gradients)
-    for options in ((), rows.EVERYTHING, ("deterministic",)):
-        dims = {row.head_dim for row in found if row.options == options}
-        widest = 257 if target != "hopper" and options == ("deterministic",) else 513
-        assert (target != "hopper" and widest < 513) or dims >= set(range(8, widest, 8))
+    dims = lambda *options: {row.head_dim for row in found if row.options == options}
+    assert dims() >= set(range(8, 513, 8))
+    assert target != "hopper" or dims("deterministic") >= set(range(8, 257, 8))
     told = {name for row in found for name in row.options} - set(calls.LONG)
     assert told >= {*rows.ALONE, "deterministic"}
     assert {row.dtype for row in found} >= {"bfloat16", "float16"}
     assert {(192, 128), (512, 128), (64, 256)} <= {(r.head_dim, r.v_head_dim) for r in found}
+
+
+@pytest.mark.parametrize("targets", [("hopper",), rows.PORTABLE], ids=["hopper", "portable"])
+def test_everything_is_run_at_every_head_dim(targets):
+    dims = set()
+    for target in targets:
+        of = functools.partial(Row, target, "attention", "gradient")
+        every = [of(h, h, "bfloat16") for h in range(8, 513, 8)]
+        all_of_it = rows._all(TARGETS[target], every, rows.EVERYTHING)
+        dims |= {row.head_dim for row in all_of_it if rows.plan(row, TARGETS[target])}
+    assert dims == set(range(8, 513, 8))
 
 
 def test_portable_rows_with_the_same_tiles_are_run_once():

@@ -79,7 +79,9 @@ def over(
     """Runs rows and writes the file of results; returns what it has."""
     before, begin, sources = run.read(given.out), time.monotonic(), run.sources()
     same = run.of_sources(given.out, sources)
-    left = [row for row in wanted if row.key not in same or before[row.key][-1] != RIGHT]
+    was_right = {key for key, entry in before.items() if entry[-1] == RIGHT}
+    left = [row for row in wanted if row.key not in same & was_right]
+    left.sort(key=lambda row: row.key in was_right)  # these mostly lower alone
     run.prepare()
     run.mend(given.out)
     with run.lines_of(given.out).open("a") as lines:

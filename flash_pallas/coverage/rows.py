@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..backends.base import Backend
@@ -179,11 +180,13 @@ PAIRS = (
 )
 DECODE_PAIRS = (*PAIRS, (576, 256), (576, 64), (192, 512))
 HALVES = ("bfloat16", "float16")
-# Where options are tried one by one: sizes that kernels have and such that they fill up. On the
-# second and third portable GPU, whose tiles are mostly those of the first, fewer.
+# Where options are tried one by one: sizes that kernels have and such that they fill up. The second
+# and third portable GPU, whose tiles are mostly those of the first, have each option at half
+# of a few sizes. The three share the head dims of what has every option.
 SOME = (64, 96, 128, 136, 192, 256, 264, 384, 512, 576)
 FEW = (64, 128, 192, 256, 512, 576)
-OTHERS = ("portable-163", "portable-99")
+PORTABLE = ("portable-227", "portable-163", "portable-99")
+OTHERS = PORTABLE[1:]
 
 # --- Options --------------------------------------------------------------------------------------
 
@@ -310,12 +313,31 @@ def _longer(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
 
 
 def _some(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
-    found = []
-    for row in _at(rows, options):
-        dims = FEW if row.target in OTHERS else SOME
-        if row.head_dim in dims and row.v_head_dim == min(row.head_dim, 512):
-            found.append(row)
-    return found
+    turn = zlib.crc32(" ".join(options).encode()) % 2
+    at = _at(rows, options)
+    return [row for row in at if row.head_dim in _dims(row, turn) and _is_square(row)]
+
+
+def _dims(row: Row, turn: int) -> tuple[int, ...]:
+    """Returns the head dims that an option is tried at."""
+    if row.target not in OTHERS:
+        return SOME
+    if row.function in ("decode", "ragged"):  # the tiles, and the rows, of the first
+        return FEW
+    return FEW[(turn + OTHERS.index(row.target)) % 2 :: 2]
+
+
+def _is_square(row: Row) -> bool:
+    return row.v_head_dim == min(row.head_dim, 512)
+
+
+def _all(target: Target, rows: Sequence[Row], options: tuple[str, ...]) -> list[Row]:
+    """Returns rows with everything: of a portable GPU its share, and one for each plan."""
+    rows = _at(rows, options)
+    if target.backend == "hopper":
+        return rows
+    share = rows[PORTABLE.index(rows[0].target) :: 3] if rows[0].target in PORTABLE else rows
+    return list(dict.fromkeys((*_by_plan(target, rows), *share)))
 
 
 def _gradients(name: str, target: Target) -> Iterator[Row]:
@@ -329,8 +351,9 @@ def _gradients(name: str, target: Target) -> Iterator[Row]:
             for options in ((), EVERYTHING):
                 yield from _by_plan(target, _at(every, options))
             continue
+        yield from _at(every, ())
+        yield from _all(target, every, EVERYTHING)
         for options in ((), EVERYTHING):
-            yield from _at(every, options)
             yield from _longer(every, options)
         if dtype == "float32":
             continue
