@@ -125,8 +125,23 @@ def outputs(call: Dense, x: Arrays, rounded: Callable = exactly) -> dict[str, An
     found = softmax(call, x)
     weights = found.p if call.kept is None else found.p * call.kept
     group = x["q"].shape[2] // x["v"].shape[2]
-    o = np.einsum("bnts,bsnh->btnh", rounded(weights), np.repeat(x["v"], group, 2))
+    o = np.einsum(
+        "bnts,bsnh->btnh", _operand(weights, found.lse, rounded), np.repeat(x["v"], group, 2)
+    )
     return {"o": rounded(o), "lse": found.lse}
+
+
+def _operand(weights, lse, rounded: Callable):
+    """Rounds weights before they multiply V.
+
+    The tangent of a weight is P * (dS - mu), where mu is that of the log-sum-exp, known only after
+    the last key. So it is P * dS that is rounded and multiplied; mu * O is subtracted from the sum.
+    """
+    if not np.iscomplexobj(weights):
+        return rounded(weights)
+    less = weights.real * (lse.imag / STEP)[..., None]
+    moved = rounded(weights.imag / STEP + less) - less
+    return rounded(weights.real) + 1j * STEP * moved
 
 
 def gradients(

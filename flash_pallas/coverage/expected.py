@@ -93,6 +93,9 @@ def _results(row: Row, call: dense.Dense, x, moves, rounded=dense.exactly) -> di
         found |= {n: grads[n] for n in grads if n[1:] in calls.moving(row, x)}
     elif row.wanted in ("tangents", "linear"):
         found |= dense.tangents(dense.outputs, call, x, moves, rounded)
+        if row.wanted == "linear":  # the O that mu multiplies has been stored
+            o, mu = dense.outputs(call, x)["o"], found["lse_tangent"].swapaxes(1, 2)[..., None]
+            found["o_tangent"] = found["o_tangent"] + mu * (o - rounded(o))
     elif row.wanted == "hessian":
         found = dense.tangents(dense.gradients, call, x, moves, rounded)
         found = {n: y for n, y in found.items() if n in ("dq_tangent", "dk_tangent", "dv_tangent")}
