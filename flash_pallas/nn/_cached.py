@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..api import flash_attention
@@ -187,10 +188,11 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
         slopes: ALiBi slopes, one for each head, or None.
         sinks: [N], or None.
     """
-    q, k, v = qkv
+    (q, k, v), given = qkv, cache
     cache = cache._replace(lengths=as_int32("cache.lengths", cache.lengths))
     cache = _with_starts(cache)
-    _check_fits(cache, k, v, new)
+    # Of what was given: numbers of numpy are known, but are not computed yet when converted.
+    _check_fits(cache._replace(lengths=given.lengths), k, v, new)
     options = {"softcap": layer.softcap, "scale": layer.scale, "backend": layer.backend}
     options |= {"sinks": sinks} if sinks is not None else {}
     if slopes is not None:
@@ -198,6 +200,8 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
     if isinstance(cache, RingCache):
         if new.page_table is not None:
             raise ValueError("A RingCache has no pages: leave page_table out.")
+        cache = _with_written(cache)
+        _check_rewind(given, cache.k.shape[1] - _reach(layer))
         return _attend_to_ring(layer, cache, (q, k, v), new.lengths, options)
     start, table = cache.lengths, new.page_table
     scales = cache.scales if isinstance(cache, ScaledCache) else {}
@@ -313,10 +317,7 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
     needs the keys in order too: in place they are in order by pages.
     """
     q, k, v = qkv
-    left = layer.window[0] if isinstance(layer.window, (tuple, list)) else layer.window
-    count, room, window = q.shape[1], cache.k.shape[1], left + 1
-    cache = _with_written(cache)
-    _check_rewind(cache, room - window)
+    count, room, window = q.shape[1], cache.k.shape[1], _reach(layer)
     before, after = cache, _append_to_ring(cache, k, v, new_lengths)
     if count == 1 and room == window and "alibi_slopes" not in options:
         lengths = jnp.minimum(after.lengths, room)
@@ -336,6 +337,11 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
         "kv_segment_ids": jnp.pad(ids, ((0, 0), (0, count))),
     }
     return _attend(layer, q, k, v, **options), after
+
+
+def _reach(layer) -> int:
+    """Returns how many keys the window of a layer with a ring has, the query's own included."""
+    return 1 + (layer.window[0] if isinstance(layer.window, (tuple, list)) else layer.window)
 
 
 def _with_written(cache: RingCache) -> RingCache:
@@ -358,9 +364,10 @@ def _check_rewind(cache: RingCache, spare: int) -> None:
         ValueError: lengths that are negative, or set back by more than `spare` tokens in a ring
             that has been full.
     """
-    if not is_computed(cache.lengths) or not is_computed(cache.written):
+    written = cache.lengths if cache.written is None else cache.written
+    if not is_computed(cache.lengths) or not is_computed(written):
         return
-    lengths, written = known(cache.lengths), known(cache.written)
+    lengths, written = known(cache.lengths), known(written)
     if lengths.min(initial=0) < 0:
         raise ValueError(f"cache.lengths is {lengths}: lengths must be at least 0")
     back, room = written - lengths, cache.k.shape[1]
@@ -391,8 +398,11 @@ def _as_pages(cache: RingCache, window: int, page: int):
     entry = first // page
     columns = jnp.arange(-(-(window + page - 1) // page), dtype=jnp.int32)[None]
     own = jnp.arange(batch, dtype=jnp.int32)[:, None] * pages
+    # Without the barrier XLA makes the table from the lengths before this step, and copies them, as
+    # those after it take their place.
+    at = lax.optimization_barrier(entry)[:, None]
     return {
-        "page_table": own + (entry[:, None] + columns) % pages,
+        "page_table": own + (at + columns) % pages,
         "kv_lengths": length - entry * page,
         "kv_starts": first - entry * page,
     }
