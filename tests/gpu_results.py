@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import random
 from pathlib import Path
@@ -46,8 +47,10 @@ def entry(row: Row) -> list[Any]:
     """Returns what the file has of a row: its own, or that of another GPU with the same tiles."""
     tiles = rows.plan(row, TARGETS[row.target])
     assert tiles is not None, f"{row.key}: the backend does not run it any more"
-    for target in (row.target, *(PORTABLE if row.target in PORTABLE else ())):
-        twin = dataclasses.replace(row, target=target)
+    targets = (row.target, *(PORTABLE if row.target in PORTABLE else ()))
+    # A deterministic backward may be what runs anyway.
+    for target, more in itertools.product(targets, ((), ("deterministic",))):
+        twin = dataclasses.replace(row, target=target, options=(*row.options, *more))
         if twin.key in found() and rows.plan(twin, TARGETS[target]) == tiles:
             return found()[twin.key]
     raise AssertionError(f"{row.key}: has not run on a GPU; {HINT}")
@@ -188,14 +191,19 @@ def test_what_auto_gives_to_a_kernel_has_run(gpu):
 def explained(number: int, gpu: str) -> list[Any]:
     """Returns what `explain` says of a random call; nothing where it raises."""
     call, told = random_call(digest.seed(), number), []
-    ask = {"flash_attention_varlen": fp.explain_varlen, "flash_decode": fp.explain_decode}
+    ask = {
+        "flash_attention_varlen": fp.explain_varlen,
+        "flash_decode": fp.explain_decode,
+        "ragged_paged_attention": fp.explain_ragged,
+    }
     ask = ask.get(call.function.__name__, fp.explain)
 
     def explains(*arrays, return_lse=None, **options):
         told.append(ask(*arrays, **options, gpu=gpu))
 
     twin = dataclasses.replace(call, function=explains, wanted=())
-    jax.eval_shape(twin.run("auto"), *twin.arguments)
+    with jax.enable_x64(call.x64):
+        jax.eval_shape(twin.run("auto"), *twin.arguments)
     return told
 
 

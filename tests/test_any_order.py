@@ -285,7 +285,8 @@ def test_tangents_of_hopper():
     )[:2]
     wide = lambda x: jnp.asarray(x, jnp.float32)
     given = (x.do, jnp.flip(x.k, 1), jnp.flip(x.v, 1))
-    found = jax.jit(lambda *args: jax.jvp(run, args[:3], args[3:])[1])(x.q, x.k, x.v, *given)
+    with race_checked():
+        found = jax.jit(lambda *args: jax.jvp(run, args[:3], args[3:])[1])(x.q, x.k, x.v, *given)
     exact = jax.jvp(reference.attention, (*map(wide, (x.q, x.k, x.v)),), (*map(wide, given),))[1]
     for a, b in zip(found, exact, strict=True):
         error = np.sqrt(np.mean((np.asarray(a, np.float64) - b) ** 2))
@@ -367,7 +368,7 @@ def test_context_parallel(strategy, modified, name, eight_devices):
 @pytest.mark.parametrize("path", ["pushing", "jnp"])
 @pytest.mark.parametrize("name", ["jvp", "linearize", "grad", "jvp of grad", "grad of grad"])
 def test_sinks_of_padding(path, name):
-    """The log-sum-exp of a query with a negative id is its sink, and moves as that does."""
+    """Moves the sinks: the log-sum-exp of a query with a negative id is its sink."""
     ids = jnp.asarray([[0, 0, 0, 0, 1, 1, 1, 1, -1, -1, -1, -1]], jnp.int32)
     options = {
         "q_segment_ids": ids,

@@ -412,7 +412,7 @@ def _ragged(name: str, target: Target) -> Iterator[Row]:
     dims = [(h, min(h, 512)) for h in (*NARROW, *WIDE)]
     every = [Row(name, "ragged", "output", *p, "bfloat16") for p in (*dims, *DECODE_PAIRS)]
     pages = ("pages of 64",)
-    if target.backend == "hopper":
+    if name not in OTHERS:
         yield from _at(every, (*pages, *RAGGED_ALL))
     for options in ((), *((x,) for x in RAGGED), RAGGED_ALL):
         yield from _by_plan(target, _some(every, (*pages, *options)))
