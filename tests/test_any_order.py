@@ -272,7 +272,6 @@ def test_hopper_runs_the_same_kernels_for_a_gradient(width):
     jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
-@pytest.mark.thorough
 @pytest.mark.interpret
 def test_tangents_of_hopper():
     backend = HopperBackend(interpret=True, num_sms=2)

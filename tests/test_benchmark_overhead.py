@@ -21,7 +21,6 @@ def small(monkeypatch):
     monkeypatch.setattr(overhead, "LAYERS", 3)
 
 
-@pytest.mark.thorough
 def test_a_stack_is_layers_on_top_of_each_other():
     q, k, v, do = gate.random_inputs(SMALL, jnp.float32)
     attention = functools.partial(fp.flash_attention, causal=True, backend="xla")
@@ -58,7 +57,6 @@ def test_a_run_to_its_table(monkeypatch, tmp_path):
     assert f"| 1,32,4,2,16 | 4 | jit | - | {wall:.1f} (12.5) | - | - | - (-) | - |" in table
 
 
-@pytest.mark.thorough
 def test_the_process_with_graphs_prints_what_the_other_reads(monkeypatch, capsys):
     arguments = run_overhead.parse(["--wall-only", "--providers", "flash_pallas_xla"])
     run_overhead.main(arguments, {})

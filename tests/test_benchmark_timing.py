@@ -244,7 +244,6 @@ def test_a_timer_that_loses_work_is_not_chosen(monkeypatch):
         timing.choose("cupti", probes)
 
 
-@pytest.mark.thorough
 def test_host_timer_measures_time():
     product = jax.jit(jnp.dot)
     launch = lambda n: timing.Launch(lambda: product(jnp.ones((n, n)), jnp.ones((n, n))), "jax")

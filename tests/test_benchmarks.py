@@ -178,7 +178,6 @@ def test_the_gate_refuses_another_shape(judged):
         oracle.check({"o": found["o"][:, :64]})
 
 
-@pytest.mark.thorough
 def test_the_oracle_covers_every_head_of_every_batch_element():
     shape = dataclasses.replace(SHAPE, batch=2)
     inputs = gate.random_inputs(shape)

@@ -424,7 +424,6 @@ def test_attention_and_all_gradients(case):
     checks.assert_matches_oracle(checks.bind("xla"), case)
 
 
-@pytest.mark.thorough
 def test_gradients_in_float64_are_right():
     with jax.enable_x64(True):
         q, k, v = (x.astype(jnp.float64) for x in inputs(1, length=128, heads=2, kv_heads=1))
@@ -536,7 +535,6 @@ def test_vmap(axes, batch):
     assert_close(found, expected)
 
 
-@pytest.mark.thorough
 def test_masks_that_are_made_of_mapped_arrays():
     q, k, v = inputs(3, 1)
     prefix = jnp.array([10, 100, 150])
@@ -552,7 +550,6 @@ def test_masks_that_are_made_of_mapped_arrays():
     assert_close(found, expected)
 
 
-@pytest.mark.thorough
 def test_layers_of_a_scan_have_masks_of_their_own():
     q, k, v = inputs(1, kv_heads=4)
     masks = [from_indices(random_indices(1, 4, seed=seed)) for seed in range(3)]

@@ -228,7 +228,6 @@ def test_sizes_of_pages_that_cannot_be(name, value):
         fp.check_pages([[3, 0]], [20], **sizes)
 
 
-@pytest.mark.thorough
 def test_a_prompt_that_continues_pages():
     B, T, before = 2, 40, 13
     q, k, v = normal(0, B, T, 4, 8), normal(1, B, T, 2, 8), normal(2, B, T, 2, 8)

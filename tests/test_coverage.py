@@ -281,7 +281,6 @@ def test_results_are_kept_and_read_back(tmp_path):
     assert len(run.sources()) == 12
 
 
-@pytest.mark.thorough
 def test_a_run_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     """Rows of these sources are left out; those of other sources only lower."""
     for name in run.ENVIRONMENT:

@@ -181,7 +181,6 @@ def test_a_query_without_keys_is_zero():
     assert jnp.isfinite(lse[1, :, 3]).all()
 
 
-@pytest.mark.thorough
 def test_float64():
     with jax.enable_x64(True):
         step = Step(T=2, dtype="float64")

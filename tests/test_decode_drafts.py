@@ -279,7 +279,7 @@ def test_bits_in_registers(machine, axis, shape, words):
         np.testing.assert_array_equal(right, expected)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["hopper"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["hopper", "portable"])
 def test_a_call_reaches_the_kernel(monkeypatch, name):

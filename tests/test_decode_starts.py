@@ -181,7 +181,6 @@ def test_the_hopper_kernel_plans_what_lies_between(starts, lengths, blocks):
         assert int(found.stop - found.start) == count
 
 
-@pytest.mark.thorough
 @pytest.mark.interpret
 def test_a_call_reaches_the_hopper_kernel(monkeypatch):
     backend = HopperBackend(interpret=True, num_sms=2)

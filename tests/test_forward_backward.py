@@ -61,7 +61,7 @@ def test_xla_in_float64(name):
         np.testing.assert_allclose(found[field], x, rtol=1e-11, atol=1e-11, err_msg=field)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["offset_negative"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -99,7 +99,7 @@ def test_token_by_token_is_one_forward(kind, cache, name):
         np.testing.assert_allclose(found[b, : done[b]], right[b, : done[b]], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["float8_e4m3fn-True-True-linen"])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize(
     ("dtype", "paged", "rows"),
@@ -129,7 +129,6 @@ def test_room_in_eight_bits():
     assert cache.lengths.tolist() == [0, 0] and cache.scales["v_scale"].tolist() == [0.5, 0.5]
 
 
-@pytest.mark.thorough
 def test_a_ring_of_which_nothing_older_is_kept():
     ring = RingCache.empty(1, 9, 2, 8, jnp.float32)
     layer = built("nnx", **LAYERS["window"])

@@ -290,7 +290,6 @@ def test_nnx_scan_remat_jit_and_grad():
     jax.tree.map(np.testing.assert_array_equal, grads, expected["params"]["layer"])
 
 
-@pytest.mark.thorough
 def test_no_array_is_quadratic_in_the_length():
     length = 2048
     fields = {**MODERN, "num_heads": 2, "num_kv_heads": 1}

@@ -78,7 +78,6 @@ def test_a_row_without_keys_gives_zero():
     np.testing.assert_array_equal(np.delete(out, 3, 1), np.delete(whole, 3, 1))
 
 
-@pytest.mark.thorough
 def test_is_causal_and_a_mask_hide_together():
     qkv = [normal(i, BATCH, LENGTH, HEADS, 8) for i in range(3)]
     mask = mask_of(BATCH, 1, 1, LENGTH).at[..., 0].set(1.0)

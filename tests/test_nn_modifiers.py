@@ -120,7 +120,6 @@ def test_packed_documents_equal_the_documents_alone():
     np.testing.assert_allclose(packed[9], params["out"]["bias"], rtol=1e-6)
 
 
-@pytest.mark.thorough
 def test_keys_have_their_own_side_in_cross_attention():
     x, other = normal(0, 2, LENGTH, FEATURES), normal(1, 2, 7, 12)
     module, params = make_linen({"num_heads": 4}, x, other)
@@ -261,7 +260,6 @@ def test_examples():
     assert results.attempted == 5 and results.failed == 0
 
 
-@pytest.mark.thorough
 def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialised_and_trained():
     @nnx.split_rngs(splits=2)
     @nnx.vmap
@@ -284,7 +282,6 @@ def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialised_and_traine
     assert gradient(layers, x)[0] == gradient(layers, x)[0]
 
 
-@pytest.mark.thorough
 def test_linen_layers_with_dropout_are_scanned_and_rematerialised():
     class Stack(linen.Module):
         @linen.compact

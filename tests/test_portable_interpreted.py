@@ -60,7 +60,7 @@ def named(name: str):
     return case
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["False"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("mask_all", [False, True])
 def test_keys_past_the_end_weigh_nothing(mask_all):
@@ -73,7 +73,7 @@ def test_keys_past_the_end_weigh_nothing(mask_all):
         assert jnp.isfinite(dq).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["d64"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", SPLIT)
 def test_deterministic_kernels(name):

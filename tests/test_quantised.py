@@ -94,7 +94,6 @@ def test_numbers_of_the_cache_are_written_as_they_are(dtype):
     np.testing.assert_allclose(o, 3.0, rtol=1e-6)
 
 
-@pytest.mark.thorough
 def test_float64():
     with jax.enable_x64(True):
         cache, k, v, arguments = drawn("int8", True, "row")

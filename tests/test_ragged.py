@@ -41,7 +41,6 @@ def test_the_oracle(name):
     assert_right(mix, drawn, jax.jit(partial(attend, mix))(*given))
 
 
-@pytest.mark.thorough
 def test_float64():
     with jax.enable_x64(True):
         mix = Mix(N=2, K=1, H=8, Hv=8)

@@ -120,7 +120,7 @@ def test_shards_compute_what_the_whole_does(eight_devices, types, layout):
     np.testing.assert_array_equal(o == 0.0, whole == 0.0)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["1-(2, 2)"])
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("bias_heads", [1, N])
 def test_a_bias_shared_by_parts_of_the_batch(devices, shape, bias_heads):
@@ -190,7 +190,7 @@ def test_a_sharded_sequence_is_gathered_where_that_is_asked_for(devices, types):
     np.testing.assert_allclose(found, fp.flash_attention(*(x[:, :8] for x in args)), **ATOL)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["('data', 'model')"])
 @pytest.mark.parametrize(
     "axes",
     [("data", "model"), (("data", "model"), None), (None, ("model", "data"))],

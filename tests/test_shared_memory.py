@@ -255,7 +255,6 @@ def test_random_calls_are_lowered(gpu, seed_of_sources):
     assert not failed, f"seed {seed_of_sources}: " + "\n".join(failed)
 
 
-@pytest.mark.thorough
 def test_dropout_without_a_mask():
     """Lowers dropout at head dim 128: the second loop keeps predicates next to rounded tiles."""
     arrays = _call(128, 128, "bfloat16", 512, dropout_seed=_shape(), q_lengths=_shape(2))

@@ -107,7 +107,6 @@ def test_functions_of_scores_lower():
     assert _lowers(lambda s, b, n, i, j: sum(f(s) for f in FUNCTIONS.values()))
 
 
-@pytest.mark.thorough
 def test_functions_of_positions_lower():
     def score_mod(s, b, n, i, j):
         number = (~(i // 7) + i % 5 - lax.rem(i, jnp.int32(9))) ^ (lax.clz(i) | (j << 2))

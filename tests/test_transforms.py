@@ -91,7 +91,6 @@ def test_vmap_over_offsets():
     assert_close(each(causal)(offsets), each(dense)(offsets))
 
 
-@pytest.mark.thorough
 def test_vmap_out_axis_and_an_unbatched_cotangent():
     q, k, v = inputs(3)
     assert jax.vmap(causal, out_axes=2)(q, k, v).shape == (2, 9, 3, 4, 8)
@@ -251,7 +250,6 @@ def test_a_replicated_result_cannot_be_claimed(devices):
         jax.shard_map(causal, mesh=mesh, **specs)(*inputs(batch=4))
 
 
-@pytest.mark.thorough
 def test_export():
     args = inputs()
     f = jax.jit(jax.value_and_grad(squared(causal)))
@@ -302,7 +300,6 @@ def test_debug_nans_is_quiet_for_rows_without_keys():
             causal(args[0].at[0, 0, 0, 0].set(jnp.nan), *args[1:]).block_until_ready()
 
 
-@pytest.mark.thorough
 def test_debug_infs_finds_only_the_lse_of_rows_without_keys():
     args = inputs()
     with jax.debug_infs(True):
@@ -359,7 +356,6 @@ def test_eval_shape_and_leak_checking():
         jax.jit(jax.grad(squared(causal)))(*args)
 
 
-@pytest.mark.thorough
 def test_disable_jit():
     args = inputs(q_len=3, kv_len=4)
     expected = dense(*args)

@@ -83,7 +83,6 @@ def test_vmap_of_shared_and_own_bias_and_mask(batched, bias, bias_axis, mask, ma
     assert_close(shared, expected)
 
 
-@pytest.mark.thorough
 def test_nested_vmap_of_a_bias_of_one_level():
     q, k, v = draw(0, 3, 2, 2, T, N, 8), draw(1, 2, S, K, 8), draw(2, 2, S, K, 8)
     bias, mask = draw(5, 2, 1, N, T, 1), visible(6, 3, 2, 1, T, S)
@@ -212,7 +211,6 @@ def test_dropout_is_the_same_under_every_transformation(devices):
     np.testing.assert_array_equal(kept(same_twice), kept(jnp.stack([expected[0]] * 2)))
 
 
-@pytest.mark.thorough
 def test_dropout_does_not_depend_on_how_the_batch_is_sharded(devices):
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     call = lambda q: fp.flash_attention(
@@ -283,7 +281,7 @@ OPERANDS = {
 SHARDED = {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths", "mask"}
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(always=["True"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_of_sharded_and_replicated_operands(devices, check_vma):
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
@@ -379,7 +377,6 @@ def test_the_gradient_of_a_mean_adds_up_rows_in_float32():
     np.testing.assert_allclose(np.asarray(dv, np.float64)[:, :, 0], exact, rtol=2.0**-8, atol=2e-3)
 
 
-@pytest.mark.thorough
 def test_x64_widens_nothing():
     with jax.enable_x64(True):
         low = lambda x: x.astype(jnp.bfloat16)

@@ -214,7 +214,6 @@ threads = [threading.Thread(target=add, args=(n,)) for n in range(3)]
 """
 
 
-@pytest.mark.thorough
 def test_writers_of_other_processes_and_threads_lose_nothing(folder):
     path = dispatch.user_path()
     dispatch.lookup("hopper", explained().problem)  # this process has read the table

@@ -281,7 +281,6 @@ def test_empty_calls_keep_their_sinks():
     assert most.shape == (2, 4, 8) and jnp.isneginf(most).all()
 
 
-@pytest.mark.thorough
 def test_the_largest_softcaps_and_sinks_cap_nothing_and_take_all():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 8, 4, 16))
     found, expected = fp.flash_attention(q, k, v, softcap=1e30), fp.flash_attention(q, k, v)

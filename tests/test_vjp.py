@@ -75,7 +75,6 @@ def test_a_nan_cotangent_of_minus_infinity_stays_there():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.thorough
 def test_merging_two_halves_of_the_keys_is_differentiable():
     q, k, v = inputs()
 
@@ -224,7 +223,6 @@ def test_integer_offsets_have_float0_cotangents():
     assert cotangent.dtype == jax.dtypes.float0 and cotangent.shape == (2,)
 
 
-@pytest.mark.thorough
 def test_the_same_array_three_times():
     case = CASE
     x = jnp.asarray(case.inputs().k)

@@ -270,7 +270,6 @@ def test_max_logit_has_no_gradient():
     assert not jax.grad(most)(q).any()
 
 
-@pytest.mark.thorough
 def test_the_gradient_of_a_bias_in_bfloat16():
     q, k, v = inputs()
     bias = draw(5, 1, N, 1, S, dtype=jnp.bfloat16)

@@ -135,7 +135,6 @@ def test_a_bias_shared_by_part_of_the_batch(entries):
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thorough
 def test_packed_documents_are_separate_calls():
     case = Case("packed", T=70, S=70, B=1, K=1, segments="packed", causal=True)
     x = case.inputs()
