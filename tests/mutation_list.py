@@ -729,7 +729,7 @@ SHARED_AND_HOPPER = (
              "jnp.maximum(cache.written, after)",
              "test_rewind.py::test_a_sequence_that_begins_anew"),
     Mutation("layers, pages of a ring", "nn/_cached.py", "(at + columns) % pages",
-             "(entry[:, None] + columns) % (pages + 1)",
+             "(at + columns) % (pages + 1)",
              "test_rewind.py::test_every_amount_that_there_is_room_for[pages-nnx]"),
     Mutation("layers, rejected drafts in a ring", "nn/_cached.py",
              '"kv_lengths": length - entry * page', '"kv_lengths": cache.written - entry * page',

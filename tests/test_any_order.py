@@ -364,6 +364,7 @@ def test_context_parallel(strategy, modified, name, eight_devices):
     close(run(parallel), run(dense))
 
 
+@pytest.mark.thorough(always=["jvp-pushing", "jvp of grad-pushing", "grad-jnp"])
 @pytest.mark.parametrize("path", ["pushing", "jnp"])
 @pytest.mark.parametrize("name", ["jvp", "linearize", "grad", "jvp of grad", "grad of grad"])
 def test_sinks_of_padding(path, name):

@@ -31,6 +31,7 @@ def small(monkeypatch):
     return local, wide
 
 
+@pytest.mark.thorough
 def test_the_stacks_compute_the_same(small):
     tokens = jax.random.randint(jax.random.key(0), (1, TOKENS + 1), 0, run_stack.VOCABULARY)
     stack = run_stack.Stack(run_stack.flash_attention, small)
@@ -58,6 +59,7 @@ def test_a_window_is_of_local_layers(small):
     assert losses[0] == 0.0 and losses[1] > 0.0
 
 
+@pytest.mark.thorough
 def test_rows_of_a_stack(small, tmp_path):
     options = ["--out", str(tmp_path / "x.json"), "--lengths", "32", "--rounds", "2"]
     arguments = run_stack.parse(options)

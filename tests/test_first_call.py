@@ -186,6 +186,7 @@ print(text.count("mosaic_gpu_v2"), len(text), hashlib.sha256(text.encode()).hexd
 """
 
 
+@pytest.mark.thorough
 def test_processes_lower_the_same_program():
     """Checks what JAX's persistent cache needs.
 

@@ -44,7 +44,7 @@ def test_heads_in_sections(monkeypatch):
     assert_matches_oracle(mix, found, whole)
 
 
-@pytest.mark.thorough(always=["1-sides0", "2-sides1"])
+@pytest.mark.thorough(always=["2-sides1"])
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("num_splits", "sides"), [(1, ()), (2, ("sinks", "slopes")), (MOST_ELSEWHERE + 1, ())]

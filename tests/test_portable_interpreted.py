@@ -249,6 +249,7 @@ def test_tiles_in_turns(name):
     assert_right(dataclasses.replace(named(name), deterministic=True), turns)
 
 
+@pytest.mark.thorough(always=["True"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_blocks_of_no_list_are_not_read(deterministic):
