@@ -43,12 +43,14 @@ class Mod:
         step: function (tile, params, score) -> result; not compared, as the text says it.
         vectors: for each of the last params, whether it has a value for each query (0) or key (1);
             all others have one for each batch entry and head.
+        keeps_nan: where the score is NaN, so is the result.
     """
 
     text: str
     primitives: frozenset[str]
     step: Callable = dataclasses.field(compare=False, repr=False)
     vectors: tuple[int, ...] = ()
+    keeps_nan: bool = False
 
     def __call__(self, tile, params, score=None):
         """Applies the function to a whole tile.
@@ -437,7 +439,27 @@ def _mod(rest, needed, places, dtypes, vectors=()) -> Mod:
         return lax.convert_element_type(found, x.dtype)
 
     text = _text(rest, needed, places, dtypes)
-    return Mod(text, frozenset(p.name for p, *_ in rest), step, vectors)
+    used = frozenset(p.name for p, *_ in rest)
+    return Mod(text, used, step, vectors, bool(score) and _keeps_nan(rest, score[0], result))
+
+
+# Primitives whose result is NaN where one of their operands is.
+_ARITHMETIC_NAMES = """
+abs add add_any copy cos div exp exp2 expm1 log log1p logistic mul neg sin sqrt square stop_gradient
+sub tanh
+"""
+_ARITHMETIC = frozenset(_ARITHMETIC_NAMES.split())
+
+
+def _keeps_nan(equations: list, score, result) -> bool:
+    spoiled = {score}
+    for primitive, params, operands, results in equations:
+        kept = primitive.name in _ARITHMETIC
+        if primitive.name == "convert_element_type":
+            kept = jnp.issubdtype(params["new_dtype"], jnp.floating)
+        if kept and any(x in spoiled for x in operands if not isinstance(x, Literal)):
+            spoiled.update(results)
+    return not isinstance(result, Literal) and result in spoiled
 
 
 def _restore(x, dtype):

@@ -27,7 +27,8 @@ from .softmax import LOG2E
 class TileInputs(NamedTuple):
     """Inputs of the score modifiers at one tile; an absent one is None. Scalars are rank 0."""
 
-    bias: Any = None  # of the tile's shape, in the dtype of the scores
+    bias: Any = None  # of the tile's shape, in the dtype of the scores; or, with the next one:
+    bias_again: Any = None  # function that reads the bias, in the dtype of the array
     mask: Any = None  # bool of the tile's shape
     q_segments: Any = None  # int32, one per query
     kv_segments: Any = None  # int32, one per key
@@ -103,10 +104,19 @@ class Logits(NamedTuple):
     pull: Callable
 
 
-def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
+def logits(
+    spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs, *, hides: bool = True
+) -> Logits:
     """Computes the logits of a tile of products, before anything but a bias of -inf hides keys.
 
     A finite bias is a number like any other: the sum with it is rounded to float32 and not exact.
+
+    Args:
+        spec: what is computed.
+        tile: place of the tile.
+        qk: q @ k^T.
+        inputs: inputs of score modifiers.
+        hides: False if the caller hides keys with a bias of -inf.
     """
     tile = placed(tile, inputs)
     x, scale, hide = qk, spec.scale, lambda x: x
@@ -119,7 +129,7 @@ def logits(spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs) -> Logits:
         x = x + inputs.falls
     if inputs.slope is not None:
         x = x + tile.distance(x.dtype) * _spread(tile, -inputs.slope)
-    if inputs.bias is not None and spec.score_modifiers:
+    if inputs.bias is not None and spec.score_modifiers and hides:
         hide = _hidden_where(x == -math.inf)  # softcap and score_mod would make a number of it
     pull = lambda d: (d, ())
     if spec.softcap is not None:

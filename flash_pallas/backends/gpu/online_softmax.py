@@ -474,7 +474,7 @@ def _converted(dtype, low, high):
 
 def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
     (polynomials, bounded), scale, sums, words = shares, f32_constant(scale), {}, []
-    registers = np.empty(x.registers.shape, dtype=object)
+    registers, wide = (np.empty(x.registers.shape, dtype=object) for _ in range(2))
     for row, col, index in _places(x.shape, x.layout):
         shift = arith.negf(at(m.registers[index], 0))
         if keys and len(words) >= _AHEAD:
@@ -489,8 +489,9 @@ def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
                 p.append(_exp2(*args))
             place = row, e
             sums[place] = arith.addf(sums[place], p[e]) if place in sums else p[e]
+        wide[index] = pair(*p)
         if dtype == jnp.float32:
-            registers[index] = pair(*p)
+            registers[index] = wide[index]
             continue
         word = _converted(dtype, *p)
         if keys:
@@ -499,7 +500,7 @@ def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
         half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
         registers[index] = llvm.bitcast(ir.VectorType.get((2,), half), word)
     lanes = filled((x.shape[0], LANE_COLS), x.layout, lambda row, col: sums[row, col])
-    return fragmented(registers, x.layout), fragmented(lanes, x.layout)
+    return tuple(fragmented(found, x.layout) for found in (registers, lanes, wide))
 
 
 def weights(
@@ -513,7 +514,7 @@ def weights(
     bounded: bool,
     cap: Cap | None = None,
 ):
-    """Computes (p in dtype, 0 where dropped; row sums of all of p, per thread) of a tile of logits.
+    """Computes the weights p of a tile of logits.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
@@ -525,6 +526,9 @@ def weights(
             function unit.
         bounded: all exponents lie between -126 and 127, as none is hidden and logits are capped.
         cap: softcap of logits to which it has not been applied yet, or None.
+
+    Returns:
+        (p in dtype, 0 where dropped; row sums of all of p, per thread; all of p in float32).
     """
     keys = () if drop is None else (drop.q_keys, drop.kv_keys)
     threshold = 0 if drop is None else drop.threshold
@@ -533,6 +537,7 @@ def weights(
         return_type=(
             plgpu.ShapeDtypeStruct(x.shape, dtype, WGMMA),
             plgpu.ShapeDtypeStruct((x.shape[0], LANE_COLS), jnp.float32, WGMMA),
+            plgpu.ShapeDtypeStruct(x.shape, jnp.float32, WGMMA),
         ),
     )(functools.partial(_weights_body, log2_scale, (polynomials, bounded), cap, dtype, threshold))
     return run(x, m, *keys)

@@ -14,6 +14,8 @@ Everything that a call lacks is None here and leaves no trace in the kernel.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -248,14 +250,25 @@ class AuxiliaryInputs:
             found[f"{columns}_keys"] = plgpu.load(smem.keys.at[slot], layout=inline.COLS)
         if (size := self.problem.bias_shape) is not None:
             streamed = None if smem is None else smem.bias
-            found["bias"] = self.wide(fragments.bias, streamed, size, slot, shape, rows)
+            wide = functools.partial(self.wide, fragments.bias, streamed, size)
+            # The second time not what registers still have.
+            again = lambda: wide(lax.optimization_barrier(slot), shape, rows)
+            bias = self.with_bias(fragments, lambda: wide(slot, shape, rows), again)
+            found |= {"bias": bias.bias, "bias_again": bias.bias_again}
         if (size := self.problem.mask_shape) is not None:
             streamed = None if smem is None else smem.mask
-            found["mask"] = self.wide(fragments.mask, streamed, size, slot, shape, rows) != 0.0
+            mask = self.wide(fragments.mask, streamed, size, slot, shape, rows)
+            found["mask"] = mask.astype(jnp.float32) != 0.0
         return fragments._replace(**found)
 
+    def with_bias(self, inputs: TileInputs, read: Callable, again: Callable | None = None):
+        """Returns the inputs with the bias that `read` reads; it may have to be read `again`."""
+        if not self.problem.spec.score_modifiers:
+            return inputs._replace(bias=read().astype(jnp.float32))
+        return inputs._replace(bias=read(), bias_again=again or read)
+
     def wide(self, of_rows, smem, size, slot, shape, rows):
-        """Returns a bias or mask over the warpgroup's tile, f32."""
+        """Returns a bias or mask over the warpgroup's tile, in its dtype."""
         kind = self.kind(size)
         if kind in ("rows", "scalar"):
             return lax.broadcast_in_dim(of_rows, shape, (0,) if kind == "rows" else ())
@@ -263,11 +276,8 @@ class AuxiliaryInputs:
             vector = plgpu.load(smem.at[slot], layout=inline.COLS)
             return lax.broadcast_in_dim(vector, shape, (1,))
         if self.q_axis == 0:
-            tile = plgpu.load(smem.at[slot, rows], layout=inline.WGMMA)
-        else:
-            source = smem.at[slot, :, rows].transpose((1, 0))
-            tile = _load_transposed(source)
-        return tile.astype(jnp.float32)
+            return plgpu.load(smem.at[slot, rows], layout=inline.WGMMA)
+        return _load_transposed(smem.at[slot, :, rows].transpose((1, 0)))
 
 
 class Place(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def first_softmax(cta: ForwardCta, tile: QTile, s, use, exists=None) -> ForwardR
     `exists` is False where there is no such tile and K's slot is not to be released.
     """
     plan = cta.plan
-    z = logits(cta, tile, s, jnp.int32(0), "last", use, exists)
+    z = logits(cta, tile, s, jnp.int32(0), "last", use, exists, first=True)
     m = maxima = None
     if not is_bounded(plan):
         given = z.x, z.log2_scale, plan.far, None, plan.interpret, cta.running_shift
@@ -159,12 +160,19 @@ class Logits(NamedTuple):
     inputs: TileInputs
     kv_block: Any
     edges: str  # as for ForwardCta.limits
+    hide: Callable | None = None  # see `hider`
 
 
-def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> Logits:
+def logits(
+    cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None, first: bool = False
+) -> Logits:
     """Returns the logits of the j-th KV block, given its S, and releases K's slot.
 
     The slot is released once its auxiliary inputs have been read, which travel with K.
+
+    A bias of -inf hides keys behind a branch. Before the exponentials it costs nothing, but 10 %
+    where no maximum is taken between cap and exponential (H200, head dim 64): there, except in a
+    tile's first block, `weights` hides them.
 
     Args:
         cta: the CTA.
@@ -174,6 +182,7 @@ def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> 
         edges: what may hide keys, as for ForwardCta.limits; segment ids only if it is not "none".
         use: ring position of the block.
         exists: whether the slot is to be released; None: it is.
+        first: the block is the tile's first.
     """
     plan = cta.plan
     release = functools.partial(cta.k.release, use)
@@ -195,10 +204,45 @@ def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> 
         spec, inputs = plan.problem.of_whole_tiles.spec, inputs._replace(mask=None)
     if cap(plan, edges) is not None:
         spec = dataclasses.replace(spec, softcap=None)
-    x, log2_scale, _ = score_tile.logits(spec, place, s, inputs, limits)
-    if plan.aux.copies:
+    some = again = None
+    if is_bounded(plan) and not first:
+        inputs, some, again = score_tile.look(place, inputs)
+    x, log2_scale, _ = score_tile.logits(spec, place, s, inputs, limits, hides=some is None)
+    found = Logits(x, log2_scale, inputs, kv_block, edges)
+    release = release if plan.aux.copies else lambda: None
+    if some is not None:
+        return found._replace(hide=hider(cta, tile, found, (some, again), release))
+    release()
+    return found
+
+
+def hider(cta: ForwardCta, tile: QTile, z: Logits, look, release) -> Callable:
+    """Returns what takes the keys out that the bias hides, and releases K's slot.
+
+    It is a function of (p, its row sums, p in f32 before dropout), which returns (p, its row sums).
+
+    Args:
+        cta: the CTA.
+        tile: the Q tile.
+        z: the logits.
+        look: what `score_tile.look` has found: (i32, not 0 if there may be such keys; function that
+            reads the bias again).
+        release: function that releases the slot.
+    """
+    some, again = look
+
+    def hide(p, sums, wide):
+        def without():
+            left = jnp.where(again() == -math.inf, 0.0, wide)
+            shown = dropped(cta, tile, z, left).astype(p.dtype)
+            return shown, inline.lane_sums(left, cta.plan.interpret)
+
+        p = lax.optimization_barrier(p)  # converted before the branch, as in `exact_softmax`
+        found = lax.cond(some > 0, without, lambda: (p, sums))
         release()
-    return Logits(x, log2_scale, inputs, kv_block, edges)
+        return found
+
+    return hide
 
 
 def cap(plan: ForwardPlan, edges: str) -> Cap | None:
@@ -270,16 +314,19 @@ def exponentials(plan: ForwardPlan, z: Logits, m):
 
 def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
     """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
+    if z.hide is not None:
+        polynomials = cta.plan.blocks.polynomials
+        return z.hide(*weights_with(cta, tile, z, m, dtype, polynomials, bounded=False))
     plan, found = cta.plan, cap(cta.plan, z.edges)
     whole = z.edges == "none" and not may_be_empty(plan)
     polynomials, bounded = plan.blocks.polynomials, m is None and whole
     if found is None:
-        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)
+        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)[:2]
     # Without tangents exponentials have their unit to themselves: an eighth of them as
     # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
     small = found._replace(small=True)
     is_large = softcap.is_large(z.x, found, plan.interpret)
-    given = functools.partial(weights_with, cta, tile, z, m, dtype)
+    given = lambda *how: weights_with(cta, tile, z, m, dtype, *how)[:2]
     return lax.cond(
         is_large > 0, lambda: given(polynomials, bounded, found), lambda: given(0.0, True, small)
     )
@@ -295,7 +342,7 @@ def weights_with(
     bounded: bool,
     cap: Cap | None = None,
 ):
-    """Returns what `weights` does; for the last three see `online_softmax.weights`."""
+    """Returns what `online_softmax.weights` does, which also describes the last three."""
     plan, x = cta.plan, z.x
     log2_scale = z.log2_scale if cap is None else cap.log2_scale
     m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
@@ -304,7 +351,7 @@ def weights_with(
         x = x if cap is None else cap.plain(x)
         p = online_softmax.plain(x * log2_scale - m, polynomials)
         sums = inline.lane_sums(p, interpret=True)
-        return dropped(cta, tile, z, p).astype(dtype), sums
+        return dropped(cta, tile, z, p).astype(dtype), sums, p
     drop, rate = None, plan.problem.spec.dropout_rate
     if rate:
         where = cta.score_tile(tile, z.kv_block)

@@ -83,7 +83,7 @@ class GradientKernel(WideKernel):
         inputs = self.with_shift(cta, inputs, head, block)
         issue()
         limits = self.limits(cta, tile)
-        return tile, score_tile.weights(self.problem, tile, s, lse, inputs, limits)
+        return tile, score_tile.weights(self.problem, tile, s, lse, inputs, limits, marks=True)
 
     def with_shift(self, cta: WideCta, inputs, head, block):
         """Returns the inputs with the shift of the queries, where some may have one."""

@@ -359,7 +359,8 @@ def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
     delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
     lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
     p, ds = softmax_of(cta.problem, cta.blocks).late(cta, tile, early, lse, dp, delta)
-    return p.astype(cta.problem.dtype), ds.astype(cta.problem.dtype)
+    p, ds = p.astype(cta.problem.dtype), ds.astype(cta.problem.dtype)
+    return inline.numbers(p, cta.interpret) if score_tile.marks_hidden(cta.problem) else p, ds
 
 
 def narrows(cta: FusedCta, masked: bool) -> bool:
@@ -719,10 +720,9 @@ class General(Softmax):
     def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
         """Returns (P without what dropout drops, pull(P), dropout mask)."""
         given, share = (s, lse, inputs, limits), cta.blocks.polynomials
-        w = score_tile.weights(cta.problem, tile, *given, polynomials=share)
-        p, through = lax.optimization_barrier(
-            (score_tile.dropped(cta.problem, w), score_tile.pulled(w))
-        )
+        w = score_tile.weights(cta.problem, tile, *given, polynomials=share, marks=True)
+        kept = score_tile.dropped(cta.problem, w._replace(marked=False))  # until it has 16 bits
+        p, through = lax.optimization_barrier((kept, score_tile.pulled(w)))
         return p, through, w.kept
 
     def late(self, cta: FusedCta, tile: RegisterTile, early, lse, dp, delta):

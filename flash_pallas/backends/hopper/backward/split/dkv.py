@@ -184,7 +184,7 @@ class DkvKernel:
             inputs = inputs._replace(shift=shift)
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
-        w = score_tile.weights(problem, tile, s, lse, inputs, limits)
+        w = score_tile.weights(problem, tile, s, lse, inputs, limits, marks=True)
         p = self.matmuls.split(score_tile.dropped(self.problem, w))
         return p, self.hand_over(w, p)
 

@@ -194,7 +194,7 @@ class DqKernel:
             query = cta.q_start + cta.wg * WARPGROUP_ROWS
             shift = row_shift(self.problem, cta.gmem.auxiliary, far, cta.head, query)
             inputs = inputs._replace(shift=shift)
-        w = score_tile.weights(problem, tile, s, rows.lse, inputs, limits)
+        w = score_tile.weights(problem, tile, s, rows.lse, inputs, limits, marks=True)
         p = lax.optimization_barrier(score_tile.pulled(w))  # above the wait for dP
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.v.release(n)
