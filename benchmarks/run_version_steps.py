@@ -112,19 +112,19 @@ def ring(drafts: int = 0) -> Case:
     return Case(draw, run, fit)
 
 
-def biased(head_dim: int, gradient: bool, **options) -> Case:
-    """Returns a case of a bias [1, N, T, T] before a softcap or score_mod."""
+def biased(head_dim: int, gradient: bool, *, of_keys: bool = False, **options) -> Case:
+    """Returns a case of a bias [1, N, T, T] before a softcap or score_mod, or [4, 1, 1, T]."""
     length, heads = 2048, 2048 // head_dim
+    options = {"backend": "hopper"} | options
 
     def draw(key):
         keys = jax.random.split(key, 5)
         arrays = [_normal(k, 4, length, heads, head_dim) for k in keys[:4]]
-        return *arrays, _normal(keys[4], 1, heads, length, length)
+        shape = (4, 1, 1, length) if of_keys else (1, heads, length, length)
+        return *arrays, _normal(keys[4], *shape)
 
     def run(package, do, q, k, v, bias):
-        of = lambda q, k, v, bias: package.flash_attention(
-            q, k, v, bias=bias, backend="hopper", **options
-        )
+        of = lambda q, k, v, bias: package.flash_attention(q, k, v, bias=bias, **options)
         if not gradient:
             return of(q, k, v, bias), bias
         o, pull = jax.vjp(of, q, k, v, bias)
@@ -148,8 +148,14 @@ CASES = {
     "ring": ring(),
     "ring, 8 drafts": ring(drafts=8),
     **{
-        f"bias, {name}, {dim}, {'forward' if not gradient else 'forward and backward'}": biased(
-            dim, gradient, **options
+        f"{kind}, {name}, {dim}, {'forward' if not gradient else 'forward and backward'}": biased(
+            dim, gradient, **asked, **options
+        )
+        for kind, asked in (
+            ("bias", {}),
+            ("bias of keys", {"of_keys": True}),
+            ("bias, deterministic", {"deterministic": True}),
+            ("bias, portable", {"backend": "portable"}),
         )
         for name, options in (
             ("softcap", {"softcap": 30.0}),
@@ -157,6 +163,7 @@ CASES = {
         )
         for dim in (64, 128)
         for gradient in (False, True)
+        if gradient or "deterministic" not in asked  # which only the backward asks for
     },
 }
 
