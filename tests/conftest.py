@@ -18,6 +18,10 @@ if not ON_GPU:
     # Most of the tests' time is compilation, in programs that they start too. Ten of the slowest
     # take 0.74 of the time so, of which three run interpreted kernels and take as long as before.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # Interpreted kernels multiply small tiles in numpy, where threads of OpenBLAS spend more on
+    # waiting for each other than they save: test_hopper_interpreted.py took 118 s of CPU time with
+    # two of them, 86 with one. numpy reads this once, when it is imported.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # XLA's CPU client sizes its pool of threads by this. The Mosaic GPU interpreter blocks one thread
 # for each that it simulates and hangs on a machine of few cores. A cluster takes up to 12; with 16
 # in all one such kernel once made no progress for a minute, and with 32 they are 5 % faster.
