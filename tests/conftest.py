@@ -18,6 +18,10 @@ if not ON_GPU:
     # Most of the tests' time is compilation, in programs that they start too. Ten of the slowest
     # take 0.74 of the time so, of which three run interpreted kernels and take as long as before.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # Interpreted kernels multiply small tiles in numpy, where threads of OpenBLAS spend more on
+    # waiting for each other than they save: test_hopper_interpreted.py took 118 s of CPU time with
+    # two of them, 86 with one. numpy reads this once, when it is imported.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # XLA's CPU client sizes its pool of threads by this. The Mosaic GPU interpreter blocks one thread
 # for each that it simulates and hangs on a machine of few cores. A cluster takes up to 12; with 16
 # in all one such kernel once made no progress for a minute, and with 32 they are 5 % faster.
@@ -25,6 +29,11 @@ os.environ["NPROC"] = "32"
 FLAGS = ["--xla_force_host_platform_device_count=8"]
 if ON_GPU:
     FLAGS.append("--xla_gpu_autotune_level=0")  # tuning the oracle's products took 15 s a case
+else:
+    # For each loop the newer emitters of jaxlib 0.11 set up MLIR anew: a program of outputs and
+    # gradients compiles in 0.25 s with them and in 0.07 with the older ones. What is emitted is the
+    # same HLO with the same plan of memory. jaxlib 0.12 ignores the option.
+    FLAGS.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
 # No test may depend on what was tuned on this machine.
