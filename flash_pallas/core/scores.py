@@ -27,8 +27,8 @@ from .softmax import LOG2E
 class TileInputs(NamedTuple):
     """Inputs of the score modifiers at one tile; an absent one is None. Scalars are rank 0."""
 
-    bias: Any = None  # of the tile's shape, in the dtype of the scores; or, with the next one:
-    bias_again: Any = None  # function that reads the bias, in the dtype of the array
+    bias: Any = None  # of the tile's shape, in the dtype of the scores; with bias_look the array's
+    bias_look: Any = None  # backends.gpu.score_tile.look, in kernels that may read a bias again
     mask: Any = None  # bool of the tile's shape
     q_segments: Any = None  # int32, one per query
     kv_segments: Any = None  # int32, one per key

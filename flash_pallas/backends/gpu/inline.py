@@ -133,10 +133,17 @@ def hide_outside(tile, low, high, interpret: bool, hidden: float = -math.inf):
     return run(tile, *bounds)
 
 
-def _times_zero(word, plus, half: str):
-    """Emits 0 * word + plus for a pair of 16 bits: NaN where the word is infinite."""
-    zero = i32_constant(0)
-    return assembly(word.type, f"fma.rn.{half}x2 $0, $1, $2, $3;", word, zero, plus)
+_ONES = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
+_INFINITY = {"bf16": 0x7F80, "f16": 0x7C00}
+
+
+def _times(word, factor: int, plus, half: str):
+    """Emits word * factor + plus for pairs of 16 bits; with 0 a NaN where the word is infinite.
+
+    GPUs before 9.0 have no addition, and no comparison, of pairs of bfloat16.
+    """
+    given = word, i32_constant(factor), plus
+    return assembly(word.type, f"fma.rn.{half}x2 $0, $1, $2, $3;", *given)
 
 
 def _wide_pair(word):
@@ -161,7 +168,7 @@ def _replaced(tile, registers: dict):
 
 
 def _marked_body(half, _, tile):
-    words = {x: _times_zero(word, word, half) for x, word in _words(tile).items()}
+    words = {x: _times(word, 0, word, half) for x, word in _words(tile).items()}
     if half == "bf16":
         return _replaced(tile, {x: _wide_pair(word) for x, word in words.items()})
     back = {x: llvm.bitcast(x.type, word) for x, word in words.items()}
@@ -192,15 +199,13 @@ _CHAINS = 4  # of dependent additions
 def _looked_at_body(half, _, tile):
     words, sums = _words(tile), [i32_constant(0)] * _CHAINS
     for i, word in enumerate(words.values()):
-        sums[i % _CHAINS] = _times_zero(word, sums[i % _CHAINS], half)
-    add = lambda a, b: assembly(a.type, f"add.rn.{half}x2 $0, $1, $2;", a, b)
-    code = (
-        f"{{ .reg .pred p, q; setp.nan.{half}x2 p|q, $1, $1;"
-        " or.pred p, p, q; selp.b32 $0, 1, 0, p; }"
-    )
-    found = assembly(sums[0].type, code, functools.reduce(add, sums))
-    some = arith.cmpi(arith.CmpIPredicate.ne, found, i32_constant(0))
-    some = mgpu.FragmentedArray.splat(of_some_lane(some), (), is_signed=True)
+        sums[i % _CHAINS] = _times(word, 0, sums[i % _CHAINS], half)
+    total = functools.reduce(lambda a, b: _times(a, _ONES[half], b, half), sums)
+    nan = []
+    for part in (total, arith.shrui(total, i32_constant(16))):
+        bits = arith.andi(part, i32_constant(0x7FFF))
+        nan.append(arith.cmpi(arith.CmpIPredicate.ugt, bits, i32_constant(_INFINITY[half])))
+    some = mgpu.FragmentedArray.splat(of_some_lane(arith.ori(*nan)), (), is_signed=True)
     if half == "bf16":
         return _replaced(tile, {x: _wide_pair(word) for x, word in words.items()}), some
     return tile.astype(ir.F32Type.get()), some
@@ -231,6 +236,39 @@ def looked_at(tile, interpret: bool):
         return tile, run(_looked_at_wide_body)(tile)
     wide = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA)
     return _of_bias(tile, (wide, some), _looked_at_body)
+
+
+def _some_infinite_body(_, ref):
+    f32 = ir.F32Type.get()
+    lane = arith.remui(mgpu.utils.thread_idx(), i32_constant(32))
+    base, size = mgpu.utils.memref_ptr(ref), ref.type.shape[0]
+    each, total = 4, f32_constant(0.0)
+    for first in range(0, size, 32 * each):
+        place = arith.addi(arith.muli(lane, i32_constant(each)), i32_constant(first))
+        place = arith.minui(place, i32_constant(size - each))
+        pointer = mgpu.utils.getelementptr(base, [place], f32)
+        found = llvm.load(ir.VectorType.get((each,), f32), pointer)
+        for e in range(each):
+            total = mlir_math.fma(at(found, e), f32_constant(0.0), total)
+    some = arith.cmpf(arith.CmpFPredicate.UNO, total, total)
+    return mgpu.FragmentedArray.splat(of_some_lane(some), (), is_signed=True)
+
+
+def some_infinite(ref, interpret: bool):
+    """Looks for infinities in a vector in shared memory, of which each lane reads its own part.
+
+    Args:
+        ref: f32[columns], columns a multiple of 4.
+        interpret: run by the interpreter.
+
+    Returns:
+        i32, uniform over a warp: not 0 if it has an infinity or a NaN.
+    """
+    if interpret:
+        return jnp.int32((ref[...] == -math.inf).any())
+    splat_ = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=splat_)
+    return run(_some_infinite_body)(ref)
 
 
 def _numbers_body(_, tile):

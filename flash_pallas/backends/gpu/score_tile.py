@@ -116,11 +116,32 @@ def look(tile: RegisterTile, inputs: TileInputs):
         (inputs with the bias in f32; i32, uniform over a warp: not 0 if some may be -inf; function
         that reads the bias again). The last two are None without such a bias.
     """
-    again = inputs.bias_again
-    if again is None:
+    if inputs.bias_look is None:
         return inputs, None, None
-    bias, some = inline.looked_at(inputs.bias, tile.interpret)
-    return inputs._replace(bias=bias, bias_again=None), some, again
+    bias, some, again = inputs.bias_look(tile.interpret)
+    return inputs._replace(bias=bias, bias_look=None), some, again
+
+
+def with_bias(problem: Problem, inputs: TileInputs, bias, again: Callable, some=None) -> TileInputs:
+    """Returns the inputs with a bias, in the dtype of its array.
+
+    Args:
+        problem: what is computed.
+        inputs: the other inputs.
+        bias: the bias over the tile.
+        again: function that reads it again.
+        some: function of `interpret` that returns `look`'s i32; None: the tile is looked through.
+    """
+    one_for_all = problem.bias_shape[2:] == (1, 1)
+    if one_for_all or not problem.spec.score_modifiers:
+        return inputs._replace(bias=bias.astype(jnp.float32))
+
+    def found(interpret: bool):
+        if some is None:
+            return *inline.looked_at(bias, interpret), again
+        return bias, some(interpret), again
+
+    return inputs._replace(bias=bias, bias_look=found)
 
 
 def _within_interval(tile: RegisterTile, x, inputs: TileInputs, hidden: float):
@@ -178,6 +199,7 @@ class Weights(NamedTuple):
     kept: Any  # bool, or None without dropout
     pull: Any  # see core.scores.Logits
     marked: bool = False  # p is NaN for keys with a bias of -inf
+    interpret: bool = False
 
 
 def marks_hidden(problem: Problem) -> bool:
@@ -217,11 +239,11 @@ def weights(
         marks: the caller can do with `marked` weights.
     """
     spec, marked = problem.spec, False
-    if inputs.bias_again is not None:
+    if inputs.bias_look is not None:
         marked = marks and marks_hidden(problem)
         bias = inputs.bias
         bias = inline.marked(bias, tile.interpret) if marked else bias.astype(jnp.float32)
-        inputs = inputs._replace(bias=bias, bias_again=None)
+        inputs = inputs._replace(bias=bias, bias_look=None)
     x, log2_scale, pull = logits(spec, tile, s, inputs, limits, hides=not marked)
     x = x if inputs.shift is None else inputs.shift(tile, x)
     rows = tile.per_q(lse)
@@ -235,7 +257,7 @@ def weights(
         if spec.score_modifiers:
             pull = _zero_where_hidden(p, pull, marked)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
-    return Weights(p, kept, pull, marked)
+    return Weights(p, kept, pull, marked, tile.interpret)
 
 
 def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float):
@@ -363,6 +385,12 @@ def _zero_where_hidden(p, pull, marked: bool = False):
 def pulled(w: Weights):
     """Returns pull(P), f32."""
     return w.pull(w.p)[0]
+
+
+def operand(problem: Problem, w: Weights):
+    """Returns what `dropped` does in 16 bits."""
+    p = dropped(problem, w._replace(marked=False)).astype(problem.dtype)
+    return inline.numbers(p, w.interpret) if w.marked else p
 
 
 def dropped(problem: Problem, w: Weights):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.problem import Operands, Problem
 from ....core.scores import HIDING, TileInputs, vectors
-from ...gpu import auxiliary_arrays, inline
+from ...gpu import auxiliary_arrays, inline, score_tile
 from ...gpu.auxiliary_arrays import MASK_DTYPE, AuxiliaryGmem
 from ...gpu.launch import WARPGROUP_ROWS
 from .pipeline import row_buffer, tile_buffer
@@ -253,19 +252,16 @@ class AuxiliaryInputs:
             wide = functools.partial(self.wide, fragments.bias, streamed, size)
             # The second time not what registers still have.
             again = lambda: wide(lax.optimization_barrier(slot), shape, rows)
-            bias = self.with_bias(fragments, lambda: wide(slot, shape, rows), again)
-            found |= {"bias": bias.bias, "bias_again": bias.bias_again}
+            some = None
+            if self.kind(size) == "columns":
+                some = functools.partial(inline.some_infinite, streamed.at[slot])
+            given = wide(slot, shape, rows), again, some
+            fragments = score_tile.with_bias(self.problem, fragments, *given)
         if (size := self.problem.mask_shape) is not None:
             streamed = None if smem is None else smem.mask
             mask = self.wide(fragments.mask, streamed, size, slot, shape, rows)
             found["mask"] = mask.astype(jnp.float32) != 0.0
         return fragments._replace(**found)
-
-    def with_bias(self, inputs: TileInputs, read: Callable, again: Callable | None = None):
-        """Returns the inputs with the bias that `read` reads; it may have to be read `again`."""
-        if not self.problem.spec.score_modifiers:
-            return inputs._replace(bias=read().astype(jnp.float32))
-        return inputs._replace(bias=read(), bias_again=again or read)
 
     def wide(self, of_rows, smem, size, slot, shape, rows):
         """Returns a bias or mask over the warpgroup's tile, in its dtype."""

@@ -274,7 +274,7 @@ class KvStationary(Kernel):
             ends = self.hides_ends and self.ragged(cta.gmem)
             length = cta.gmem.kv_length(self.problem, cta.batch)
             limits = tile.limits(self.problem.spec.mask, length if ends else None)
-        return score_tile.weights(problem, tile, s, lse, inputs, limits)
+        return score_tile.weights(problem, tile, s, lse, inputs, limits, marks=True)
 
     def weight_gradients(self, cta: KvStationaryCta, place: Place, do):
         """Computes dP^T of a tile from the rows `do` of dO."""

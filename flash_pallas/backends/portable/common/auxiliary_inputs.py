@@ -24,10 +24,9 @@ from jaxlib.mlir.dialects import arith, llvm
 from ....core import scores
 from ....core.problem import Problem
 from ....core.scores import TileInputs
-from ...gpu import auxiliary_arrays, inline
+from ...gpu import auxiliary_arrays, inline, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
 from ...gpu.inline import coordinates, fragmented, i32_constant, origin, pair, splat
-from ...gpu.score_tile import row_shift
 
 
 class Place(NamedTuple):
@@ -117,20 +116,24 @@ class AuxiliaryInputs:
         found = {name: found[name] for names in read for name in names}
         column_keys = self._keys(gmem.column_keys, place, place.columns, 1)
         q_keys, kv_keys = by_axis(fragments.keys, column_keys)
-        bias = self._wide(fragments.bias, gmem.bias, self.problem.bias_shape, place)
         mask = self._wide(fragments.mask, gmem.mask, problem.mask_shape, place)
         shift, query = None, place.column_start if self.q_axis else place.row_start
         if fragments.far is not None:
             far = fragments.far
-            shift = row_shift(self.problem, gmem, far, place.head, query, some=far)
-        return fragments.scalars._replace(
+            shift = score_tile.row_shift(self.problem, gmem, far, place.head, query, some=far)
+        inputs = fragments.scalars._replace(
             **found,
             q_keys=q_keys,
             kv_keys=kv_keys,
-            bias=bias,
-            mask=None if mask is None else mask != 0.0,
+            mask=None if mask is None else mask.astype(jnp.float32) != 0.0,
             shift=shift,
         )
+        if (size := self.problem.bias_shape) is None:
+            return inputs
+        read = lambda at: self._wide(fragments.bias, gmem.bias, size, at)
+        # The second time not what registers still have.
+        again = lambda: read(place._replace(row_start=lax.optimization_barrier(place.row_start)))
+        return score_tile.with_bias(self.problem, inputs, read(place), again)
 
     def _far(self, gmem: AuxiliaryGmem, place: Place):
         if gmem.far is None:
@@ -172,7 +175,7 @@ class AuxiliaryInputs:
         return None
 
     def _wide(self, of_rows, ref, shape, place: Place):
-        """Returns a bias or mask over a tile, f32; None if there is none."""
+        """Returns a bias or mask over a tile, in its dtype; None if there is none."""
         kind = auxiliary_arrays.kind(shape, self.q_axis)
         if kind is None:
             return None
@@ -182,7 +185,7 @@ class AuxiliaryInputs:
         if kind == "columns":
             found = load_vector(ref.at[(*at, place.columns)], 1)
             return lax.broadcast_in_dim(found, place.shape, (1,))
-        return load_tile(ref.at[at], place, self.q_axis, self.interpret).astype(jnp.float32)
+        return load_tile(ref.at[at], place, self.q_axis, self.interpret)
 
 
 def load_vector(ref, axis: int):

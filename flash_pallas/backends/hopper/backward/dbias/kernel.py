@@ -202,7 +202,7 @@ class DbiasKernel:
             if self.sums.holds_bias:
                 # What is kept stays in 16 bits: converted before the loop it takes 64 registers.
                 own_bias = self.own_bias(cta) if bias is None else lax.optimization_barrier(bias)
-                inputs = self.sums.auxiliary.with_bias(inputs, lambda: own_bias)
+                inputs = score_tile.with_bias(self.problem, inputs, own_bias, lambda: own_bias)
             w = score_tile.weights(self.problem, where, s, lse, inputs, limits, marks=True)
             w = w._replace(p=lax.optimization_barrier(w.p))
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)

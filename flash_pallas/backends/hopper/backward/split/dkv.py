@@ -185,7 +185,10 @@ class DkvKernel:
         cta.q.release(n)
         limits = tile.limits(self.problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
         w = score_tile.weights(problem, tile, s, lse, inputs, limits, marks=True)
-        p = self.matmuls.split(score_tile.dropped(self.problem, w))
+        if self.matmuls.parts == 1:
+            p = (score_tile.operand(self.problem, w),)
+        else:
+            p = self.matmuls.split(score_tile.dropped(self.problem, w))
         return p, self.hand_over(w, p)
 
     def inputs(self, cta: DkvCta, fragments: TileInputs, slot, *, ids: bool = True) -> TileInputs:

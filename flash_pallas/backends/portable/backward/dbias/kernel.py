@@ -151,7 +151,7 @@ class DsSums(Kernel):
         """
         problem = self.problem.of_whole_tiles if limits is None else self.problem
         limits = limits or Limits()
-        w = score_tile.weights(problem, tile, given.s, given.lse, inputs, limits)
+        w = score_tile.weights(problem, tile, given.s, given.lse, inputs, limits, marks=True)
         c = score_tile.centred(self.problem, w.kept, given.dp, tile.per_q(given.delta))
         dz, dparams = w.pull(w.p * c)
         tile = placed(tile, inputs)

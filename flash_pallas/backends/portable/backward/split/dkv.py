@@ -154,7 +154,7 @@ class DkvKernel(KvStationary):
 
     def add_dv(self, cta: KvStationaryCta, dv, w: Weights):
         """Returns dV with the share of one Q tile added."""
-        p = score_tile.dropped(self.problem, w).astype(self.problem.dtype)
+        p = score_tile.operand(self.problem, w)
         column, _ = self.shares_of(cta).of(widths(self.problem)[1])
         return self.matmuls.add(dv, p, cta.smem.do, column=column)  # (3)
 

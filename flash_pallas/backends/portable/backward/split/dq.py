@@ -198,7 +198,7 @@ class DqKernel(Kernel):
         if masked:
             length = gmem.kv_length(problem, cta.batch)
             limits = kv_limits(problem, tile, gmem.aux.kv_lengths, length)
-        w = score_tile.weights(problem, tile, s, cta.rows.lse, inputs, limits)
+        w = score_tile.weights(problem, tile, s, cta.rows.lse, inputs, limits, marks=True)
         delta = tile.per_q(cta.rows.delta)
         return score_tile.pulled(w) * score_tile.centred(self.problem, w.kept, dp, delta)
 
