@@ -112,6 +112,7 @@ MODIFIERS = (
            sinks=True),
     _small("bias_infinite_split", bias="BNTS-causal", softcap=3.0, score_mod="per_entry", N=1,
            deterministic=True, **_SQUARE),
+    _small("bias_infinite_choice", bias="1NTS-inf", score_mod="hiding", N=1),
     _small("bias_infinite_256", bias="11TS-causal", softcap=3.0, score_mod="square", H=256, N=1,
            T=70, S=70),
     _small("mask_B1TS", mask="B1TS"),

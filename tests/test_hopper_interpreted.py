@@ -38,13 +38,35 @@ BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
 @pytest.mark.thorough(
-    always=["d64_split", "everything", "float32_32_window_dropout", "bias_infinite_256"]
+    always=[
+        "d64_split",
+        "everything",
+        "float32_32_window_dropout",
+        "bias_infinite_256",
+        "bias_infinite_softcap",
+        "bias_infinite_choice",
+    ]
 )
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32, *MAXIMA), ids=str)
 def test_kernels(case):
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"score_mod": lambda s, b, n, i, j: s * s}])
+def test_a_query_that_is_nan_stays_nan_next_to_keys_that_a_bias_hides(options):
+    """Kernels mark hidden keys by NaN for a while, of which those of the user are told apart."""
+    shape = 1, 128, 1, 64
+    q, k, v = (jnp.full(shape, x, jnp.bfloat16) for x in (0.5, 0.25, 1.0))
+    bias = jnp.zeros((1, 1, 128, 128), jnp.bfloat16).at[..., 3:].set(-jnp.inf)
+    with race_checked():
+        attend = checks.bind(BACKEND)
+        o, lse = attend(q.at[:, 5].set(jnp.nan), k, v, bias=bias, **options)[:2]
+    others = np.arange(128) != 5
+    assert np.isnan(o[0, 5]).all() and np.isnan(lse[0, 0, 5])
+    np.testing.assert_array_equal(o[0, others], 1.0)
 
 
 @pytest.mark.thorough(always=["wide_320_causal"])

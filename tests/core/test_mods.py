@@ -237,3 +237,27 @@ def test_joined_functions_read_what_each_read():
             wanted = join(values(one, b, n), values(other, b, n))
             np.testing.assert_array_equal(values(both, b, n), wanted)
     assert mods.joined(operator.or_, one, other).mod != mods.joined(operator.and_, one, other).mod
+
+
+KEEPS_NAN = {
+    "arithmetic": (lambda s, b, n, i, j: s * PER_HEAD[n] - jnp.abs(s) / (1.0 + s * s), True),
+    "functions": (lambda s, b, n, i, j: jnp.tanh(jnp.exp(s)) + jnp.log1p(s), True),
+    "converted": (lambda s, b, n, i, j: s.astype(jnp.bfloat16).astype(s.dtype), True),
+    "choice": (lambda s, b, n, i, j: jnp.where(i > j, s, 0.5 * s), False),
+    "maximum": (lambda s, b, n, i, j: jnp.maximum(s, -9.0), False),
+    "integers": (lambda s, b, n, i, j: s.astype(jnp.int32).astype(s.dtype), False),
+    "not read": (lambda s, b, n, i, j: PER_HEAD[n] * (i - j).astype(jnp.float32), False),
+    "read in vain": (lambda s, b, n, i, j: jnp.where(s > 0.0, 1.0, 2.0), False),
+    "constant": (lambda s, b, n, i, j: jnp.float32(1.0), False),
+}
+
+
+@pytest.mark.parametrize(("function", "expected"), KEEPS_NAN.values(), ids=KEEPS_NAN)
+def test_what_is_known_to_keep_a_nan_does(function, expected):
+    function_ = lambda s, b, n, i, j: function(s, b, n, i, j).astype(jnp.float32)
+    found = mods.trace(function_, B, N, jnp.float32)
+    assert found.mod.keeps_nan == expected
+    if expected:
+        params = [jnp.broadcast_to(x[0, 0], (4, 4)) for x in found.params]
+        nan = jnp.full((4, 4), jnp.nan, jnp.float32)
+        assert np.isnan(found.mod(Tile(0, 0, (4, 4)), params, nan)).all()

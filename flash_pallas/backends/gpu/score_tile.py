@@ -119,7 +119,13 @@ def look(tile: RegisterTile, inputs: TileInputs):
     if inputs.bias_look is None:
         return inputs, None, None
     bias, some, again = inputs.bias_look(tile.interpret)
-    return inputs._replace(bias=bias, bias_look=None), some, again
+    return of_bias(inputs, bias), some, again
+
+
+def of_bias(inputs: TileInputs, bias=None) -> TileInputs:
+    """Returns the inputs with this bias in f32, else theirs, which is not to be read again."""
+    bias = inputs.bias.astype(jnp.float32) if bias is None else bias
+    return inputs._replace(bias=bias, bias_look=None)
 
 
 def with_bias(problem: Problem, inputs: TileInputs, bias, again: Callable, some=None) -> TileInputs:
@@ -241,9 +247,7 @@ def weights(
     spec, marked = problem.spec, False
     if inputs.bias_look is not None:
         marked = marks and marks_hidden(problem)
-        bias = inputs.bias
-        bias = inline.marked(bias, tile.interpret) if marked else bias.astype(jnp.float32)
-        inputs = inputs._replace(bias=bias, bias_look=None)
+        inputs = of_bias(inputs, inline.marked(inputs.bias, tile.interpret) if marked else None)
     x, log2_scale, pull = logits(spec, tile, s, inputs, limits, hides=not marked)
     x = x if inputs.shift is None else inputs.shift(tile, x)
     rows = tile.per_q(lse)
