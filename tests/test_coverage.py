@@ -128,6 +128,7 @@ def test_a_problem_for_another_head_dim_is_that_of_its_call():
 RIGHT = (
     of("attention", "gradient", dtype="float16"),
     of("attention", "gradient", *rows.EVERYTHING),
+    of("attention", "gradient", "softcap", "hiding bias"),
     of("attention", "gradient", *rows.LISTED),
     of("attention", "gradient", "positions", "segments", "bias of queries"),
     of("attention", "gradient", "causal at an offset", "traced window"),

@@ -100,6 +100,10 @@ def _normal(rng, shape):
     return rng.normal(size=shape)
 
 
+def _hiding(rng, shape):
+    return np.where(rng.random(shape) < 0.2, -np.inf, rng.normal(size=shape))
+
+
 def _constant(values) -> Callable:
     return lambda rng, shape: np.broadcast_to(np.asarray(values), shape).copy()
 
@@ -155,6 +159,7 @@ def _attention(row: Row) -> dict[str, Recipe]:
     one = lambda *axes: tuple(1 if i in axes else size for i, size in enumerate((B, N, T, S)))
     every = {
         "bias": ("bias", Recipe(scores, dtype, _normal)),
+        "hiding bias": ("bias", Recipe(scores, dtype, _hiding)),
         "float32 bias": ("bias", Recipe(scores, "float32", _normal)),
         "bias without gradient": ("bias", Recipe(scores, dtype, _normal)),
         "shared bias": ("bias", Recipe(one(0), dtype, _normal)),

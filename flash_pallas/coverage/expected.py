@@ -146,6 +146,9 @@ def _attention(row: Row, arrays, places=None) -> tuple[dense.Dense, dict[str, An
         seen &= (np.arange(S) < arrays["kv_lengths"][:, None])[:, None, None]
     if "mask" in arrays:
         seen &= arrays["mask"]
+    if "bias" in x:
+        seen &= np.isfinite(x["bias"])
+        x["bias"] = np.where(np.isfinite(x["bias"]), x["bias"], 0.0)
     if "mask_mod" in row.options:
         heads = np.arange(sizes.N)[:, None, None]
         seen &= calls.mask_mod(None, heads, i[:, None, :, None], j[:, None, None])

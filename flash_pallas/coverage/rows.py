@@ -213,6 +213,8 @@ TOGETHER = (
     ("causal", "segments"),
     ("softcap", "causal", "window"),
     ("bias", "mask"),
+    ("softcap", "hiding bias"),
+    ("score_mod", "hiding bias"),
     ("segments", "positions"),
 )
 # Of tangents, which have the loops of the forward.
