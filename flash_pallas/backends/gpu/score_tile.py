@@ -106,7 +106,7 @@ def logits(
     return found._replace(x=x)
 
 
-def look(tile: RegisterTile, inputs: TileInputs):
+def look(tile: RegisterTile, inputs: TileInputs) -> tuple[TileInputs, Any, Any]:
     """Looks for -inf in a bias that can be read again, which hides keys whatever comes after it.
 
     To compare each element before a score_mod and to hide it after that takes two instructions, and

@@ -253,8 +253,8 @@ class AuxiliaryInputs:
             # The second time not what registers still have.
             again = lambda: wide(lax.optimization_barrier(slot), shape, rows)
             some = None
-            if self.kind(size) == "columns":
-                some = functools.partial(inline.some_infinite, streamed.at[slot])
+            if smem is not None and self.kind(size) == "columns":
+                some = functools.partial(inline.some_infinite, smem.bias.at[slot])
             given = wide(slot, shape, rows), again, some
             fragments = score_tile.with_bias(self.problem, fragments, *given)
         if (size := self.problem.mask_shape) is not None:

@@ -219,7 +219,7 @@ def logits(
 def hider(cta: ForwardCta, tile: QTile, z: Logits, look, release) -> Callable:
     """Returns what takes the keys out that the bias hides, and releases K's slot.
 
-    It is a function of (p, its row sums, p in f32 before dropout), which returns (p, its row sums).
+    It is a function of (p in f32 before dropout, p, its row sums), which returns (p, its row sums).
 
     Args:
         cta: the CTA.
@@ -231,7 +231,7 @@ def hider(cta: ForwardCta, tile: QTile, z: Logits, look, release) -> Callable:
     """
     some, again = look
 
-    def hide(p, sums, wide):
+    def hide(wide, p, sums):
         def without():
             left = jnp.where(again() == -math.inf, 0.0, wide)
             shown = dropped(cta, tile, z, left).astype(p.dtype)
@@ -316,17 +316,18 @@ def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
     """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
     if z.hide is not None:
         polynomials = cta.plan.blocks.polynomials
-        return z.hide(*weights_with(cta, tile, z, m, dtype, polynomials, bounded=False))
+        both = jnp.float32, dtype
+        return z.hide(*weights_with(cta, tile, z, m, both, polynomials, bounded=False))
     plan, found = cta.plan, cap(cta.plan, z.edges)
     whole = z.edges == "none" and not may_be_empty(plan)
     polynomials, bounded = plan.blocks.polynomials, m is None and whole
     if found is None:
-        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)[:2]
+        return weights_with(cta, tile, z, m, (dtype,), polynomials, bounded)
     # Without tangents exponentials have their unit to themselves: an eighth of them as
     # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
     small = found._replace(small=True)
     is_large = softcap.is_large(z.x, found, plan.interpret)
-    given = lambda *how: weights_with(cta, tile, z, m, dtype, *how)[:2]
+    given = functools.partial(weights_with, cta, tile, z, m, (dtype,))
     return lax.cond(
         is_large > 0, lambda: given(polynomials, bounded, found), lambda: given(0.0, True, small)
     )
@@ -337,7 +338,7 @@ def weights_with(
     tile: QTile,
     z: Logits,
     m,
-    dtype,
+    dtypes,
     polynomials: float,
     bounded: bool,
     cap: Cap | None = None,
@@ -351,14 +352,15 @@ def weights_with(
         x = x if cap is None else cap.plain(x)
         p = online_softmax.plain(x * log2_scale - m, polynomials)
         sums = inline.lane_sums(p, interpret=True)
-        return dropped(cta, tile, z, p).astype(dtype), sums, p
+        found = (p if d == jnp.float32 else dropped(cta, tile, z, p).astype(d) for d in dtypes)
+        return *found, sums
     drop, rate = None, plan.problem.spec.dropout_rate
     if rate:
         where = cta.score_tile(tile, z.kv_block)
         keys = where.per_q(z.inputs.q_keys), where.per_kv(z.inputs.kv_keys)
         drop = Drop(*keys, dropout.threshold(rate))
     how = {"polynomials": polynomials, "bounded": bounded, "cap": cap}
-    return online_softmax.weights(x, m, log2_scale, drop, dtype, **how)
+    return online_softmax.weights(x, m, log2_scale, drop, dtypes, **how)
 
 
 def dropped(cta: ForwardCta, tile: QTile, z: Logits, p):
