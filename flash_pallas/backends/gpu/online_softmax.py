@@ -472,9 +472,9 @@ def _converted(dtype, low, high):
     return assembly(ir.IntegerType.get_signless(32), code, high, low)
 
 
-def _weights_body(scale, shares, cap, dtypes, threshold, _, x, m, *keys):
+def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
     (polynomials, bounded), scale, sums, words = shares, f32_constant(scale), {}, []
-    found = [np.empty(x.registers.shape, dtype=object) for _ in dtypes]
+    registers = np.empty(x.registers.shape, dtype=object)
     for row, col, index in _places(x.shape, x.layout):
         shift = arith.negf(at(m.registers[index], 0))
         if keys and len(words) >= _AHEAD:
@@ -489,18 +489,17 @@ def _weights_body(scale, shares, cap, dtypes, threshold, _, x, m, *keys):
                 p.append(_exp2(*args))
             place = row, e
             sums[place] = arith.addf(sums[place], p[e]) if place in sums else p[e]
-        for registers, dtype in zip(found, dtypes, strict=True):
-            if dtype == jnp.float32:
-                registers[index] = pair(*p)
-                continue
-            word = _converted(dtype, *p)
-            if keys:
-                word = arith.andi(word, _mask(Drop(keys[0], keys[1], threshold), index))
-            words.append(word)
-            half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
-            registers[index] = llvm.bitcast(ir.VectorType.get((2,), half), word)
+        if dtype == jnp.float32:
+            registers[index] = pair(*p)
+            continue
+        word = _converted(dtype, *p)
+        if keys:
+            word = arith.andi(word, _mask(Drop(keys[0], keys[1], threshold), index))
+        words.append(word)
+        half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+        registers[index] = llvm.bitcast(ir.VectorType.get((2,), half), word)
     lanes = filled((x.shape[0], LANE_COLS), x.layout, lambda row, col: sums[row, col])
-    return tuple(fragmented(registers, x.layout) for registers in (*found, lanes))
+    return fragmented(registers, x.layout), fragmented(lanes, x.layout)
 
 
 def weights(
@@ -508,37 +507,34 @@ def weights(
     m,
     log2_scale: float,
     drop: Drop | None,
-    dtypes,
+    dtype,
     *,
     polynomials: float,
     bounded: bool,
     cap: Cap | None = None,
 ):
-    """Computes the weights p of a tile of logits.
+    """Computes (p in dtype, 0 where dropped; row sums of all of p, per thread) of a tile of logits.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
         m: f32, spread over the tile: p is 2**(x * log2_scale - m). 0 if `bounded`.
         log2_scale: a Python float. With a cap, that of the cap.
-        drop: None without dropout, and where there is no p in 16 bits.
-        dtypes: those in which p is wanted: bfloat16 or float16, float32 or both.
+        drop: None without dropout, and in float32.
+        dtype: bfloat16, float16 or float32.
         polynomials: share of the exponentials computed by multiply-add units, not the special
             function unit.
         bounded: all exponents lie between -126 and 127, as none is hidden and logits are capped.
         cap: softcap of logits to which it has not been applied yet, or None.
-
-    Returns:
-        (p in each dtype..., in 16 bits 0 where dropped; row sums of all of p, per thread).
     """
     keys = () if drop is None else (drop.q_keys, drop.kv_keys)
     threshold = 0 if drop is None else drop.threshold
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA,) * (2 + len(keys)),
         return_type=(
-            *(plgpu.ShapeDtypeStruct(x.shape, dtype, WGMMA) for dtype in dtypes),
+            plgpu.ShapeDtypeStruct(x.shape, dtype, WGMMA),
             plgpu.ShapeDtypeStruct((x.shape[0], LANE_COLS), jnp.float32, WGMMA),
         ),
-    )(functools.partial(_weights_body, log2_scale, (polynomials, bounded), cap, dtypes, threshold))
+    )(functools.partial(_weights_body, log2_scale, (polynomials, bounded), cap, dtype, threshold))
     return run(x, m, *keys)
 
 

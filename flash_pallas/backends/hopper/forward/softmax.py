@@ -156,11 +156,12 @@ class Logits(NamedTuple):
     """A tile of logits, and what was needed to compute them."""
 
     x: Any  # f32[64, block_kv], -inf where hidden; not capped yet where `cap` says so
-    log2_scale: float  # x * log2_scale are in base 2
+    log2_scale: Any  # a Python float; x * log2_scale are in base 2
     inputs: TileInputs
     kv_block: Any
     edges: str  # as for ForwardCta.limits
-    hide: Callable | None = None  # see `hider`
+    # In place of x: function that calls a function of Logits on either side of a branch.
+    either: Callable | None = None
 
 
 def logits(
@@ -170,9 +171,9 @@ def logits(
 
     The slot is released once its auxiliary inputs have been read, which travel with K.
 
-    A bias of -inf hides keys behind a branch. Before the exponentials it costs nothing, but 10 %
-    where no maximum is taken between cap and exponential (H200, head dim 64): there, except in a
-    tile's first block, `weights` hides them.
+    A bias of -inf hides keys behind a branch. It costs nothing before a row maximum. Where none is
+    taken it costs 10 % (H200, head dim 64), as exponentials do not overlap with the cap: there, but
+    in a tile's first block, the logits are left to the branches; see Logits.either.
 
     Args:
         cta: the CTA.
@@ -204,45 +205,23 @@ def logits(
         spec, inputs = plan.problem.of_whole_tiles.spec, inputs._replace(mask=None)
     if cap(plan, edges) is not None:
         spec = dataclasses.replace(spec, softcap=None)
-    some = again = None
-    if is_bounded(plan) and not first:
-        inputs, some, again = score_tile.look(place, inputs)
-    x, log2_scale, _ = score_tile.logits(spec, place, s, inputs, limits, hides=some is None)
-    found = Logits(x, log2_scale, inputs, kv_block, edges)
     release = release if plan.aux.copies else lambda: None
-    if some is not None:
-        return found._replace(hide=hider(cta, tile, found, (some, again), release))
+    if is_bounded(plan) and not first and inputs.bias_look is not None:
+        _, some, again = score_tile.look(place, inputs)
+
+        def made(hides: bool) -> Logits:
+            bias = inline.widened(again(), plan.interpret)
+            release()
+            given = score_tile.of_bias(inputs, bias), limits
+            x, log2_scale, _ = score_tile.logits(spec, place, s, *given, hides=False)
+            x = jnp.where(bias == -math.inf, -math.inf, x) if hides else x
+            return Logits(x, log2_scale, inputs, kv_block, edges)
+
+        either = lambda of: lax.cond(some > 0, lambda: of(made(True)), lambda: of(made(False)))
+        return Logits(None, None, inputs, kv_block, edges, either)
+    x, log2_scale, _ = score_tile.logits(spec, place, s, inputs, limits)
     release()
-    return found
-
-
-def hider(cta: ForwardCta, tile: QTile, z: Logits, look, release) -> Callable:
-    """Returns what takes the keys out that the bias hides, and releases K's slot.
-
-    It is a function of (p in f32 before dropout, p, its row sums), which returns (p, its row sums).
-
-    Args:
-        cta: the CTA.
-        tile: the Q tile.
-        z: the logits.
-        look: what `score_tile.look` has found: (i32, not 0 if there may be such keys; function that
-            reads the bias again).
-        release: function that releases the slot.
-    """
-    some, again = look
-
-    def hide(wide, p, sums):
-        def without():
-            left = jnp.where(again() == -math.inf, 0.0, wide)
-            shown = dropped(cta, tile, z, left).astype(p.dtype)
-            return shown, inline.lane_sums(left, cta.plan.interpret)
-
-        p = lax.optimization_barrier(p)  # converted before the branch, as in `exact_softmax`
-        found = lax.cond(some > 0, without, lambda: (p, sums))
-        release()
-        return found
-
-    return hide
+    return Logits(x, log2_scale, inputs, kv_block, edges)
 
 
 def cap(plan: ForwardPlan, edges: str) -> Cap | None:
@@ -314,20 +293,18 @@ def exponentials(plan: ForwardPlan, z: Logits, m):
 
 def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
     """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
-    if z.hide is not None:
-        polynomials = cta.plan.blocks.polynomials
-        both = jnp.float32, dtype
-        return z.hide(*weights_with(cta, tile, z, m, both, polynomials, bounded=False))
+    if z.either is not None:
+        return z.either(lambda z: weights(cta, tile, z, m, dtype))
     plan, found = cta.plan, cap(cta.plan, z.edges)
     whole = z.edges == "none" and not may_be_empty(plan)
     polynomials, bounded = plan.blocks.polynomials, m is None and whole
     if found is None:
-        return weights_with(cta, tile, z, m, (dtype,), polynomials, bounded)
+        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)
     # Without tangents exponentials have their unit to themselves: an eighth of them as
     # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
     small = found._replace(small=True)
     is_large = softcap.is_large(z.x, found, plan.interpret)
-    given = functools.partial(weights_with, cta, tile, z, m, (dtype,))
+    given = functools.partial(weights_with, cta, tile, z, m, dtype)
     return lax.cond(
         is_large > 0, lambda: given(polynomials, bounded, found), lambda: given(0.0, True, small)
     )
@@ -338,12 +315,12 @@ def weights_with(
     tile: QTile,
     z: Logits,
     m,
-    dtypes,
+    dtype,
     polynomials: float,
     bounded: bool,
     cap: Cap | None = None,
 ):
-    """Returns what `online_softmax.weights` does, which also describes the last three."""
+    """Returns what `weights` does; for the last three see `online_softmax.weights`."""
     plan, x = cta.plan, z.x
     log2_scale = z.log2_scale if cap is None else cap.log2_scale
     m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
@@ -352,15 +329,14 @@ def weights_with(
         x = x if cap is None else cap.plain(x)
         p = online_softmax.plain(x * log2_scale - m, polynomials)
         sums = inline.lane_sums(p, interpret=True)
-        found = (p if d == jnp.float32 else dropped(cta, tile, z, p).astype(d) for d in dtypes)
-        return *found, sums
+        return dropped(cta, tile, z, p).astype(dtype), sums
     drop, rate = None, plan.problem.spec.dropout_rate
     if rate:
         where = cta.score_tile(tile, z.kv_block)
         keys = where.per_q(z.inputs.q_keys), where.per_kv(z.inputs.kv_keys)
         drop = Drop(*keys, dropout.threshold(rate))
     how = {"polynomials": polynomials, "bounded": bounded, "cap": cap}
-    return online_softmax.weights(x, m, log2_scale, drop, dtypes, **how)
+    return online_softmax.weights(x, m, log2_scale, drop, dtype, **how)
 
 
 def dropped(cta: ForwardCta, tile: QTile, z: Logits, p):
