@@ -215,6 +215,9 @@ def marks_hidden(problem: Problem) -> bool:
     predicate of each element is held over them: with predicates 240 bytes spill at head dim 64, and
     the fused kernel is 1.13 times as slow. A branch for tiles that have such keys, as in the
     forward, spills up to 5,000 bytes next to the accumulators of the backward.
+
+    A NaN of the user's in q, k or the bias is taken for such a key in dV. In dQ and dK it remains,
+    because delta is NaN then.
     """
     spec = problem.spec
     biased = problem.bias_shape is not None and spec.score_modifiers
@@ -372,12 +375,10 @@ def pushed(problem: Problem, tile: RegisterTile, held: tuple[Any, Any], dqk, mov
 
 
 def _zero_where_hidden(p, pull, marked: bool = False):
-    zero = (
-        (lambda x: jnp.where(p > 0.0, x, 0.0))
-        if marked
-        else (lambda x: jnp.where(p == 0.0, 0.0, x))
-    )
-    clear = lambda x: None if x is None else zero(x)
+    def clear(x):
+        if x is None:
+            return None
+        return jnp.where(p > 0.0, x, 0.0) if marked else jnp.where(p == 0.0, 0.0, x)
 
     def through(d):
         dz, dparams = pull(d)
