@@ -188,7 +188,7 @@ def test_random_choices(seed):
     room = block * int(rng.integers(1, 9))
     case = Chosen(
         "drawn",
-        lengths=(room, *map(int, rng.integers(0, room + 9, 3))),
+        lengths=(room, *(min(room, int(x)) for x in rng.integers(0, room + 9, 3))),
         block=block,
         heads=one(1, kv_heads),
         page=page,
