@@ -27,7 +27,7 @@ class Jnp(Target):
 
     @contextlib.contextmanager
     def placed(self):
-        """Changes nothing."""
+        """Leaves the process as it is."""
         yield None
 
 
@@ -36,7 +36,7 @@ class Stuck(Jnp):
 
     @contextlib.contextmanager
     def placed(self):
-        """Waits."""
+        """Waits longer than a row may take."""
         time.sleep(600)
         yield None
 

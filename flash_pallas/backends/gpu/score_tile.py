@@ -91,7 +91,10 @@ def logits(
     *,
     hides: bool = True,
 ) -> Logits:
-    """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels."""
+    """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels.
+
+    Without `hides` the caller hides keys with a bias of -inf.
+    """
     inputs, some, again = look(tile, inputs)
     found = scores.logits(spec, tile, s, inputs, hides=hides and some is None)
     x = found.x
@@ -123,7 +126,7 @@ def look(tile: RegisterTile, inputs: TileInputs) -> tuple[TileInputs, Any, Any]:
 
 
 def of_bias(inputs: TileInputs, bias=None) -> TileInputs:
-    """Returns the inputs with this bias in f32, else theirs, which is not to be read again."""
+    """Returns the inputs with a bias in f32 that is not looked through; None: their own bias."""
     bias = inputs.bias.astype(jnp.float32) if bias is None else bias
     return inputs._replace(bias=bias, bias_look=None)
 
@@ -213,8 +216,8 @@ def marks_hidden(problem: Problem) -> bool:
 
     The bias of such a key is then NaN, and so is what softcap and score_mod make of it, and P. No
     predicate of each element is held over them: with predicates 240 bytes spill at head dim 64, and
-    the fused kernel is 1.13 times as slow. A branch for tiles that have such keys, as in the
-    forward, spills up to 5,000 bytes next to the accumulators of the backward.
+    forward and backward take 1.17 of the time. A branch for tiles that have such keys, as in the
+    forward, spills up to 5,000 bytes next to the accumulators (bias_forms_compile.txt).
 
     A NaN of the user's in q, k or the bias is taken for such a key in dV. In dQ and dK it remains,
     because delta is NaN then.
