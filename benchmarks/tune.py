@@ -19,7 +19,7 @@ import time
 import jax.numpy as jnp
 
 from flash_pallas import tuning
-from flash_pallas.frontend import dispatch
+from flash_pallas.frontend import dispatch, tables
 from flash_pallas.frontend.arguments import Arguments
 
 from . import gate, providers, suites
@@ -52,7 +52,7 @@ def main(
     begin = time.monotonic()
     say = lambda text: print(f"{time.monotonic() - begin:5.0f} s  {text}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[dispatch.CACHE_VARIABLE] = folder
+        os.environ[tables.CACHE_VARIABLE] = folder
         # Everything is compiled before anything is timed.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             trials = list(pool.map(lambda cell: prepare(cell, backend), cells))
@@ -66,7 +66,7 @@ def main(
         with concurrent.futures.ThreadPoolExecutor() as pool:
             missed = pool.map(lambda cell: wrong(cell, provider), changed)
             refused = {cell: names for cell, names in zip(changed, missed, strict=True) if names}
-        table = json.loads(dispatch.user_path().read_text())
+        table = json.loads(tables.user_path().read_text())
     for cell, names in refused.items():
         say(f"{cell.label} is left out: {names} are wrong")
         del table["entries"][changed[cell].name]

@@ -33,7 +33,7 @@ from flax import nnx
 from model import VOCABULARY, Transformer
 from pages import PagePool, extend_names
 
-from flash_pallas import explain_ragged, ragged_paged_attention
+from flash_pallas import explain, ragged_paged_attention
 
 # Padded number of tokens; the others are 4, 16, ... times as many. Each of them is compiled, and a
 # step of few tokens takes the time of reading the parameters, however many of them are padding.
@@ -615,7 +615,8 @@ class Engine:
         attention, pages = self.model.blocks[0].attention, self._pages[0]
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         shape = (self.token_sizes[-1], attention.num_heads, pages[0].shape[-1])
-        return explain_ragged(
+        return explain(
+            ragged_paged_attention,
             jax.ShapeDtypeStruct(shape, pages[0].dtype),
             *pages,
             kv_lengths=ints(self.max_seqs),

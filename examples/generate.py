@@ -30,7 +30,7 @@ from flax import nnx
 from jax import lax
 from model import ModelConfig, Transformer
 
-from flash_pallas import explain_decode
+from flash_pallas import explain, flash_decode
 
 TRAINING = pathlib.Path(__file__).with_name("train_transformer.py")
 ROOM_MULTIPLE = 128
@@ -163,7 +163,7 @@ def describe(model: Transformer, caches) -> dict:
     k, v = caches[0].k, caches[0].v
     attention = model.blocks[0].attention
     q = jax.ShapeDtypeStruct((len(k), 1, attention.num_heads, k.shape[-1]), k.dtype)
-    found = explain_decode(q, k, v, backend=attention.backend)
+    found = explain(flash_decode, q, k, v, backend=attention.backend)
     return {"backend": found.backend, "blocks": dataclasses.asdict(found.blocks)}
 
 

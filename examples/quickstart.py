@@ -13,4 +13,4 @@ k, v = jax.random.normal(jax.random.key(1), (2, 2, 512, 2, 64), jnp.bfloat16)  #
 loss = lambda q, k, v: jnp.sum(flash_attention(q, k, v, causal=True).astype(jnp.float32) ** 2)
 value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
 print("loss", value, "gradients", [g.shape for g in grads])
-print(explain(q, k, v, causal=True))
+print(explain(flash_attention, q, k, v, causal=True))

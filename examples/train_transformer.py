@@ -31,7 +31,7 @@ from plot import plot_losses
 from sample import generate
 from tqdm import tqdm
 
-from flash_pallas import explain
+from flash_pallas import explain, flash_attention
 
 # The run on a CPU ends in about two and a half minutes on two slow cores.
 _DEFAULTS = {
@@ -130,7 +130,8 @@ def describe_attention(arguments: argparse.Namespace) -> str:
     shape = lambda heads: (arguments.batch, arguments.seq_len, heads, arguments.head_dim)
     query = jnp.zeros(shape(arguments.heads), arguments.dtype)
     key = jnp.zeros(shape(arguments.kv_heads), arguments.dtype)
-    return str(explain(query, key, key, causal=True, backend=arguments.backend))
+    backend = arguments.backend
+    return str(explain(flash_attention, query, key, key, causal=True, backend=backend))
 
 
 def model_config(arguments: argparse.Namespace) -> ModelConfig:

@@ -1,8 +1,10 @@
 """Exact FlashAttention in JAX: Pallas kernels for NVIDIA Hopper GPUs, jnp for everything else."""
 
+from typing import TYPE_CHECKING, Any
+
+from ._lazy import module_of
 from ._version import __version__ as __version__
 from .api import dot_product_attention as dot_product_attention
-from .api import explain as explain
 from .api import flash_attention as flash_attention
 from .api import flash_attention_with_lse as flash_attention_with_lse
 from .api import flash_attention_with_max_logit as flash_attention_with_max_logit
@@ -14,16 +16,14 @@ from .cache import check_pages as check_pages
 from .cache import gather_pages as gather_pages
 from .core.block_mask import BlockMask as BlockMask
 from .core.rope import apply_rope as apply_rope
-from .decode import explain_decode as explain_decode
 from .decode import flash_decode as flash_decode
 from .devices import target as target
-from .frontend.dispatch import Explanation as Explanation
-from .ragged import explain_ragged as explain_ragged
+from .frontend.explain import Explanation as Explanation
+from .frontend.explain import explain as explain
 from .ragged import ragged_paged_attention as ragged_paged_attention
 from .transforms.derivatives import save_attention as save_attention
 from .tuning import Tuning as Tuning
 from .tuning import autotune as autotune
-from .varlen import explain_varlen as explain_varlen
 from .varlen import flash_attention_varlen as flash_attention_varlen
 
 __all__ = [
@@ -39,9 +39,6 @@ __all__ = [
     "check_pages",
     "dot_product_attention",
     "explain",
-    "explain_decode",
-    "explain_ragged",
-    "explain_varlen",
     "flash_attention",
     "flash_attention_varlen",
     "flash_attention_with_lse",
@@ -52,3 +49,42 @@ __all__ = [
     "save_attention",
     "target",
 ]
+
+if TYPE_CHECKING:  # type checkers import them, and so find names that do not exist
+    from . import compat as compat
+    from . import conformance as conformance
+    from . import integrations as integrations
+    from . import nn as nn
+    from . import parallel as parallel
+    from . import reference as reference
+
+_MODULES = ("compat", "conformance", "integrations", "nn", "parallel", "reference")
+_GONE = {
+    "explain_decode": "flash_decode",
+    "explain_ragged": "ragged_paged_attention",
+    "explain_varlen": "flash_attention_varlen",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Imports a public module when it is asked for."""
+        if name in _GONE:
+            return _gone(name)
+        return module_of(__name__, _MODULES, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES])
+
+
+def _gone(name: str) -> Any:
+    """Returns a function that says what to write instead of one that there was."""
+
+    def gone(*args: Any, **kwargs: Any) -> None:
+        raise TypeError(
+            f"there is one explain for all functions: write explain({_GONE[name]}, ...) instead of "
+            f"{name}(...), and `with target(gpu):` around it instead of gpu=gpu"
+        )
+
+    return gone

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from .core.block_mask import BlockMask
 from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
-from .frontend.dispatch import Explanation
 from .frontend.validate import same_arguments, suggested
 from .transforms import any_order, derivatives
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
     AnyArray = Array | np.ndarray
-    # What explain takes for an array.
-    Shaped = AnyArray | jax.ShapeDtypeStruct
 
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
 _ATTEND = {
@@ -276,144 +273,18 @@ def flash_attention_with_max_logit(
     return run(q, k, v, backend, blocks, Arguments(**options, max_logit=True))
 
 
-@suggested
-def explain(
-    q: Float[Shaped, "*B T N H"],
-    k: Float[Shaped, "*B S K H"],
-    v: Float[Shaped, "*B S K Hv"],
-    *,
-    causal: bool = False,
-    window: int | Int[Shaped, "*#B"] | tuple[Any, Any] | None = None,
-    scale: float | None = None,
-    q_offset: int | Int[Shaped, "*B"] | None = None,
-    q_positions: Int[Shaped, "*B T"] | None = None,
-    kv_positions: Int[Shaped, "*B S"] | None = None,
-    q_segment_ids: Int[Shaped, "*B T"] | None = None,
-    kv_segment_ids: Int[Shaped, "*B S"] | None = None,
-    q_lengths: int | Int[Shaped, "*B"] | None = None,
-    kv_lengths: int | Int[Shaped, "*B"] | None = None,
-    bias: Float[Shaped, "*#B #N #T #S"] | None = None,
-    mask: Bool[Shaped, "*#B #N #T #S"] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Float[Shaped, "*#B N"] | None = None,
-    sinks: Float[Shaped, "*#B N"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: int | Shaped | None = None,
-    broadcast_dropout: bool = False,
-    shard_axes: tuple[Any, Any] | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
-    block_mask: BlockMask | None = None,
-    empty_rows: str = "zero",
-    deterministic: bool = False,
-    precision: str | jax.lax.Precision | None = None,
-    differentiable: str = "reverse",
-    backend: str = "auto",
-    blocks: Mapping[str, Any] | None = None,
-    gpu: str | None = None,
-) -> Explanation:
-    """Returns the backend and tiles that `flash_attention` would use here, and why not others.
-
-    Nothing is run. Every argument but `gpu` is that of `flash_attention`; any array may be replaced
-    by a `jax.ShapeDtypeStruct`.
-
-    Args:
-        q: queries [*B, T, N, H].
-        k: keys [*B, S, K, H].
-        v: values [*B, S, K, Hv].
-        causal: as in `flash_attention`, as are all the others.
-        window: (left, right).
-        scale: multiplies the scores.
-        q_offset: position of query 0.
-        q_positions: positions of queries [*B, T].
-        kv_positions: positions of keys [*B, S].
-        q_segment_ids: documents of queries [*B, T].
-        kv_segment_ids: documents of keys [*B, S].
-        q_lengths: numbers of queries [*B].
-        kv_lengths: numbers of keys [*B].
-        bias: added to the scores, [*B, N, T, S].
-        mask: bool of the same shapes.
-        softcap: limit of the scores.
-        alibi_slopes: slopes [N] or [*B, N].
-        sinks: further scores [N] or [*B, N].
-        dropout_rate: share of the weights that is dropped.
-        dropout_seed: seed of the dropout mask.
-        broadcast_dropout: one dropout mask for all entries and heads.
-        shard_axes: mesh axes of batch and heads.
-        score_mod: function of a score and its place.
-        mask_mod: function of a place.
-        block_mask: visible blocks.
-        empty_rows: "zero" or "mean".
-        deterministic: gradients are bit-identical.
-        precision: precision of float32 matmuls.
-        differentiable: "reverse" or "any".
-        backend: name of the implementation.
-        blocks: tile sizes.
-        gpu: a GPU to answer for that need not be here: "A100", "A10", "L40S", "RTX 4090", "H100",
-            "H200", "B200" or "RTX 5090", in capitals or not; None is that of the
-            `flash_pallas.target` around, else the device here.
-
-    Returns:
-        An `Explanation`; print it.
-
-    Raises:
-        TypeError: and others, as `flash_attention` lists them.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flash_pallas import explain
-        >>> x = jnp.ones((1, 1024, 4, 64))
-        >>> print(explain(x, x, x, backend="xla", blocks={"block_q": 64, "block_kv": 256}).blocks)
-        XlaBlocks(block_q=64, block_kv=256)
-    """
-    arguments = Arguments(
-        causal=causal,
-        window=window,
-        scale=scale,
-        q_offset=q_offset,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        q_lengths=q_lengths,
-        kv_lengths=kv_lengths,
-        bias=bias,
-        mask=mask,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_seed=dropout_seed,
-        broadcast_dropout=broadcast_dropout,
-        shard_axes=shard_axes,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        block_mask=block_mask,
-        empty_rows=empty_rows,
-        deterministic=deterministic,
-        precision=precision,
-        differentiable=differentiable,
-    )
-    override = validate.check_blocks(blocks)
-    shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
-    problem = validate.of_shapes(shapes, q, k, v, vars(arguments))
-    platform = dispatch.platform_of((q, k, v))
-    return dispatch.explanation(problem, backend, override, gpu, platform)
-
-
 def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     """Computes (o, lse, max_logit or None) of one call."""
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(q, k, v, arguments)
-    if call.is_empty:
-        dispatch.check_name(backend)
+    plan = dispatch.plan(call.problem, backend, (q, k, v), override)
+    if plan.backend is None:
         return call.empty_result()
     if arguments.within is None:  # flash_attention_varlen has no block_mask
         dispatch.tell_of_cost(call.problem)
-    chosen = dispatch.select(call.problem, backend, platform=dispatch.platform_of((q, k, v)))
-    tiles = dispatch.tiles(chosen, call.problem, override)
+    attend = _ATTEND[call.spec.differentiable]
     try:
-        found = _ATTEND[call.spec.differentiable](chosen, call.spec, tiles, call.operands)
+        found = attend(plan.backend, call.spec, plan.blocks, call.operands)
     except TypeError as error:
         if "forward-mode autodiff" not in str(error):
             raise

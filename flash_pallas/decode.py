@@ -15,8 +15,7 @@ from .core import kv_blocks as kv_blocks_
 from .core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from .core.problem import Outputs, own_width
 from .frontend import arguments as checks
-from .frontend import dispatch, validate, validate_decode
-from .frontend.dispatch import Explanation
+from .frontend import dispatch, validate_decode
 from .frontend.validate import suggested
 from .frontend.validate_decode import DecodeArguments
 from .transforms import derivatives, sharding
@@ -24,7 +23,7 @@ from .transforms import derivatives, sharding
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-    from .api import AnyArray, Shaped
+    from .api import AnyArray
 
 
 @suggested
@@ -171,105 +170,9 @@ def flash_decode(
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
     problem = _described(spec, operands)
-    chosen = dispatch.select(problem, backend, platform=dispatch.platform_of((q, k, v)))
-    o, lse = _decode(chosen, spec, operands)
+    plan = dispatch.plan(problem, backend, (q, k, v))
+    o, lse = _decode(plan.backend, spec, operands)
     return (o, lse) if with_lse else o
-
-
-@suggested
-def explain_decode(
-    q: Shaped,
-    k: Shaped,
-    v: Shaped | None = None,
-    *,
-    v_head_dim: int | None = None,
-    kv_lengths: int | Shaped | None = None,
-    kv_starts: int | Shaped | None = None,
-    q_offset: int | Shaped | None = None,
-    window: int | Int[Shaped, "*#B"] | tuple[Any, Any] | None = None,
-    softcap: float | None = None,
-    sinks: Shaped | None = None,
-    alibi_slopes: Shaped | None = None,
-    scale: float | None = None,
-    num_splits: int | str = "auto",
-    page_table: Shaped | None = None,
-    kv_blocks: Shaped | None = None,
-    kv_block_size: int | None = None,
-    shared_prefix: str | int | Shaped | None = None,
-    draft_mask: Shaped | None = None,
-    k_scale: Shaped | None = None,
-    v_scale: Shaped | None = None,
-    backend: str = "auto",
-    gpu: str | None = None,
-) -> Explanation:
-    """Returns the backend and splits that `flash_decode` would use here, and why not others.
-
-    Nothing is run. Every argument but `gpu` is that of `flash_decode`; any array may be replaced by
-    a `jax.ShapeDtypeStruct`.
-
-    Args:
-        q: queries [B, T, N, H].
-        k: keys [B, S, K, H], or pages of them.
-        v: values, or None.
-        v_head_dim: number of columns of k that are the values, where v is None.
-        kv_lengths: as in `flash_decode`, as are all the others.
-        kv_starts: first key of each sequence.
-        q_offset: position of query 0.
-        window: (left, right).
-        softcap: limit of the scores.
-        sinks: further scores [N] or [B, N].
-        alibi_slopes: slopes [N] or [B, N].
-        scale: multiplies the scores.
-        num_splits: number of ranges in which the keys are read.
-        page_table: pages of every sequence [B, max_pages].
-        kv_blocks: blocks of keys that are read.
-        kv_block_size: keys of such a block.
-        shared_prefix: "auto", or keys that sequences share.
-        draft_mask: which new tokens each new token sees.
-        k_scale: scale of the keys of a quantized cache.
-        v_scale: scale of its values.
-        backend: name of the implementation.
-        gpu: a GPU to answer for that need not be here, as in `explain`.
-
-    Returns:
-        An `Explanation`; print it.
-
-    Raises:
-        TypeError: and others, as `flash_decode` lists them.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from flash_pallas import explain_decode
-        >>> q, k = jnp.ones((1, 1, 8, 64)), jnp.ones((1, 64, 2, 64))
-        >>> print(explain_decode(q, k, k, num_splits=2, backend="xla").blocks)
-        XlaDecodeBlocks(block_kv=64, num_splits=2)
-    """
-    given = {
-        "kv_lengths": kv_lengths,
-        "kv_starts": kv_starts,
-        "q_offset": q_offset,
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "scale": scale,
-        "num_splits": num_splits,
-        "page_table": page_table,
-        "kv_blocks": kv_blocks,
-        "kv_block_size": kv_block_size,
-        "shared_prefix": shared_prefix,
-        "draft_mask": draft_mask,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "v_head_dim": v_head_dim,
-    }
-
-    def shapes(q, k, v, given):
-        return _described(*validate_decode.canonicalize(q, k, v, DecodeArguments(**given)))
-
-    problem = validate.of_shapes(shapes, q, k, v, given)
-    platform = dispatch.platform_of((q, k, v))
-    return dispatch.explanation(problem, backend, gpu=gpu, platform=platform)
 
 
 def _described(spec: DecodeSpec, operands: DecodeOperands) -> DecodeProblem:

@@ -51,12 +51,21 @@ class Device:
         sms: its number of SMs.
         tflops: published speed of the forward, causal, bfloat16 [4, 4096, 16, 128]: TFLOP/s from
             benchmarks/results; None where it has not been measured.
+        stands_for: the name of another GPU that this one stands for; then only `capability` is that
+            of the other.
     """
 
     kind: str
     capability: str
     sms: int
     tflops: int | None = None
+    stands_for: str | None = None
+
+    @property
+    def described(self) -> str:
+        """Its name, and for which GPU it stands."""
+        other = f", which stands for {self.stands_for}" if self.stands_for else ""
+        return f"{self.kind}{other}"
 
     @property
     def shared_memory(self) -> int:
@@ -76,30 +85,54 @@ DEVICES = {
 }
 
 
-def device_of(name: str | None) -> Device | None:
-    """Returns the GPU of this name; None for the device that is here.
+# What other GPUs are called, without "NVIDIA", and which of DEVICES is like each. A digit never
+# follows, so that A100 is no A10. Compute capabilities: https://developer.nvidia.com/cuda-gpus
+_LIKE = (
+    (r"a100|a800|a30x?", "8.0", "a100"),
+    (r"(rtx)?a(10g?|16|2|40|[2-6]000|5500|4500)|rtx30[5-9]0", "8.6", "a10"),
+    (r"rtx40[5-9]0", "8.9", "rtx4090"),
+    (r"l4|l40s?|l20?|rtx[2-6]\d00ada", "8.9", "l40s"),
+    (r"gh200|h20|h200", "9.0", "h200"),
+    (r"h100|h800", "9.0", "h100"),
+    (r"g?b200|b100", "10.0", "b200"),
+    (r"g?b300", "10.3", "b200"),
+    (r"rtx50[5-9]0|rtxpro[2-6][05]00", "12.0", "rtx5090"),
+    (r"gb10|dgxspark", "12.1", "rtx5090"),
+)
+_BRANDS = r"(nvidia|geforce|tesla|quadro)*"
 
-    The name is a key of DEVICES, or the kind of one of them as jax spells it. Capitals, spaces and
-    hyphens do not count.
+
+def named(name: str) -> Device:
+    """Returns the GPU of this name, or a listed one that stands for it.
+
+    Args:
+        name: name of an NVIDIA GPU, as jax spells it or shorter, or a compute capability, as in
+            "8.9". Capitals, spaces and hyphens do not count.
 
     Raises:
         TypeError: a name that is no string.
         ValueError: a name that is not known.
     """
-    return None if name is None else _named(name, ", or None for the one here")
-
-
-def _named(name: str, other: str = "") -> Device:
     if not isinstance(name, str):
         raise TypeError(f'gpu must be the name of a GPU, as in "H100", got {name!r}')
     if device := known(name):
         return device
-    choices = ", ".join(repr(key.upper()) for key in DEVICES)
-    raise ValueError(f"gpu is {name!r}: choose one of {choices}{other}")
+    for pattern, capability, like in _LIKE:
+        is_it = re.match(rf"{_BRANDS}({pattern})(?!\d)", _plain(name))
+        if is_it or name.strip() == capability:
+            what = name if is_it else f"compute capability {capability}"
+            return dataclasses.replace(
+                DEVICES[like], capability=capability, tflops=None, stands_for=what
+            )
+    raise ValueError(
+        f"gpu is {name!r}: write the name of an NVIDIA GPU of compute capability 8.0 or higher, "
+        f"such as {', '.join(repr(key.upper()) for key in DEVICES)}, or its compute capability: "
+        f"{', '.join(map(repr, GENERATIONS))}. Older GPUs run blockwise jnp"
+    )
 
 
 def known(name: str) -> Device | None:
-    """Returns the GPU of this name, as `device_of` does; None if it is in no table."""
+    """Returns the GPU of this name if it is in DEVICES, else None."""
     for key, device in DEVICES.items():
         if _plain(name) in (key, _plain(device.kind)):
             return device
@@ -115,6 +148,17 @@ def takes_first(capability: str) -> str | None:
     """Returns the backend that "auto" asks first on this compute capability; None if unknown."""
     generation = GENERATIONS.get(capability)
     return None if generation is None else generation.backends[0]
+
+
+def no_gpu(needs: str) -> str | None:
+    """Returns the words of a backend where there is no GPU; None where there is one.
+
+    Args:
+        needs: the compute capability that it needs.
+    """
+    if (found := jax.default_backend()) == "gpu":
+        return None
+    return f"needs an NVIDIA GPU of compute capability {needs}; the default backend is {found}"
 
 
 def capability_here() -> str:
@@ -139,8 +183,10 @@ def target(gpu: str) -> contextlib.AbstractContextManager[None]:
     `backend="cudnn"` is refused, as jax asks the cuDNN that is here.
 
     Args:
-        gpu: name of the GPU, as `explain` takes it: "A100", "A10", "L40S", "RTX 4090", "H100",
-            "H200", "B200" or "RTX 5090", in capitals or not.
+        gpu: name of any NVIDIA GPU of compute capability 8.0 or higher ("A100", "RTX 4090",
+            "GH200"), or a compute capability ("8.9"). One of "A100", "A10", "L40S", "RTX 4090",
+            "H100", "H200", "B200" and "RTX 5090" stands for those of its kind, with its number of
+            SMs; `explain` says which.
 
     Raises:
         TypeError: a name that is no string.
@@ -157,7 +203,7 @@ def target(gpu: str) -> contextlib.AbstractContextManager[None]:
         >>> exported.platforms
         ('cpu', 'cuda')
     """
-    return within(_named(gpu))
+    return within(named(gpu))
 
 
 @contextlib.contextmanager

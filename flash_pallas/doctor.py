@@ -24,10 +24,11 @@ import jax.numpy as jnp
 
 from . import conformance, devices
 from ._version import __version__
-from .api import explain, flash_attention
+from .api import flash_attention
 from .coverage import command as coverage
 from .coverage import run
-from .decode import explain_decode
+from .decode import flash_decode
+from .frontend.explain import explain
 
 PACKAGES = ("jax", "jaxlib", "flax")
 # By version of CUDA: packages of jax's plugin, and the oldest driver that runs it
@@ -137,10 +138,12 @@ def runs() -> dict[str, str]:
     single = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     token, lengths = shape(4, 1, 16, 128), jax.ShapeDtypeStruct((4,), jnp.int32)
     return {
-        "bfloat16, head dim 128": explain(x, x, x, causal=True).backend,
-        "bfloat16, head dim 512": explain(wide, wide, wide, causal=True).backend,
-        "float32, head dim 128": explain(single, single, single, causal=True).backend,
-        "decoding": explain_decode(token, cache, cache, kv_lengths=lengths).backend,
+        "bfloat16, head dim 128": explain(flash_attention, x, x, x, causal=True).backend,
+        "bfloat16, head dim 512": explain(flash_attention, wide, wide, wide, causal=True).backend,
+        "float32, head dim 128": explain(
+            flash_attention, single, single, single, causal=True
+        ).backend,
+        "decoding": explain(flash_decode, token, cache, cache, kv_lengths=lengths).backend,
     }
 
 

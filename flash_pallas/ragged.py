@@ -17,8 +17,7 @@ from .core import mesh_axes, ragged, softmax, undifferentiable
 from .core.problem import Outputs, own_width
 from .core.ragged import RaggedOperands, RaggedSpec
 from .frontend import arguments as checks
-from .frontend import dispatch, validate, validate_ragged
-from .frontend.dispatch import Explanation
+from .frontend import dispatch, validate_ragged
 from .frontend.validate import suggested
 from .frontend.validate_ragged import RaggedArguments
 from .transforms import derivatives, sharding
@@ -26,7 +25,7 @@ from .transforms import derivatives, sharding
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-    from .api import AnyArray, Shaped
+    from .api import AnyArray
 
 
 @suggested
@@ -162,115 +161,13 @@ def ragged_paged_attention(
     return results if len(results) > 1 else o
 
 
-@suggested
-def explain_ragged(
-    q: Shaped,
-    k_pages: Shaped,
-    v_pages: Shaped | None,
-    *,
-    kv_lengths: Shaped,
-    page_table: Shaped,
-    cu_q_lens: Shaped,
-    num_seqs: int | Shaped | None = None,
-    new_k: Shaped | None = None,
-    new_v: Shaped | None = None,
-    step_tokens: int = 1,
-    v_head_dim: int | None = None,
-    kv_starts: int | Shaped | None = None,
-    window: int | Int[Shaped, "*#S"] | tuple[Any, Any] | None = None,
-    softcap: float | None = None,
-    sinks: Shaped | None = None,
-    alibi_slopes: Shaped | None = None,
-    scale: float | None = None,
-    num_splits: int | str = "auto",
-    shared_prefix: str | int | Shaped | None = None,
-    k_scale: Shaped | None = None,
-    v_scale: Shaped | None = None,
-    backend: str = "auto",
-    gpu: str | None = None,
-) -> Explanation:
-    """Returns the backend and tiles that `ragged_paged_attention` would run, and why not others.
-
-    Nothing is run. Every argument but `gpu` is that of `ragged_paged_attention`; any array may be
-    replaced by a `jax.ShapeDtypeStruct`.
-
-    Args:
-        q: queries [tokens, N, H].
-        k_pages: pages of keys.
-        v_pages: pages of values, or None.
-        kv_lengths: as in `ragged_paged_attention`, as are all the others.
-        page_table: pages of every sequence [S, max_pages].
-        cu_q_lens: rows of every sequence [S + 1].
-        num_seqs: number of sequences.
-        new_k: keys of the new tokens; they change nothing here.
-        new_v: values of the new tokens, likewise.
-        step_tokens: most queries of a step.
-        v_head_dim: number of columns of the keys that are the values.
-        kv_starts: first key of each sequence.
-        window: (left, right).
-        softcap: limit of the scores.
-        sinks: further scores [N] or [S, N].
-        alibi_slopes: slopes [N] or [S, N].
-        scale: multiplies the scores.
-        num_splits: number of ranges in which the keys of steps are read.
-        shared_prefix: "auto", or keys that sequences share.
-        k_scale: scale of the keys of quantized pages.
-        v_scale: scale of their values.
-        backend: name of the implementation.
-        gpu: a GPU to answer for that need not be here, as in `explain`.
-
-    Returns:
-        An `Explanation`; print it.
-
-    Raises:
-        TypeError: and others, as `ragged_paged_attention` lists them.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from flash_pallas import explain_ragged
-        >>> ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-        >>> q, pages = jnp.ones((64, 8, 64)), jnp.ones((9, 16, 2, 64))
-        >>> places = {"kv_lengths": ints(4), "page_table": ints(4, 6), "cu_q_lens": ints(5)}
-        >>> print(explain_ragged(q, pages, pages, **places, backend="xla").blocks.chunks)
-        XlaChunkBlocks(block_q=64, block_kv=96)
-    """
-    del new_k, new_v
-    given = {
-        "kv_lengths": kv_lengths,
-        "page_table": page_table,
-        "cu_q_lens": cu_q_lens,
-        "num_seqs": num_seqs,
-        "step_tokens": step_tokens,
-        "v_head_dim": v_head_dim,
-        "kv_starts": kv_starts,
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "scale": scale,
-        "num_splits": num_splits,
-        "shared_prefix": shared_prefix,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-
-    def shapes(q, k, v, given):
-        spec, operands = validate_ragged.canonicalize(q, k, v, RaggedArguments(**given))
-        return ragged.describe(operands, spec)
-
-    problem = validate.of_shapes(shapes, q, k_pages, v_pages, given)
-    platform = dispatch.platform_of((q, k_pages, v_pages))
-    return dispatch.explanation(problem, backend, gpu=gpu, platform=platform)
-
-
 def prepared(
     q, k_pages, v_pages, arguments: RaggedArguments, backend: str
 ) -> tuple[Backend, RaggedSpec, RaggedOperands]:
     """Returns a checked call: what `attended` takes. Raises as `ragged_paged_attention` does."""
     spec, operands = validate_ragged.canonicalize(q, k_pages, v_pages, arguments)
-    platform = dispatch.platform_of((q, k_pages, v_pages))
-    problem = ragged.describe(operands, spec)
-    return dispatch.select(problem, backend, platform=platform), spec, operands
+    plan = dispatch.plan(ragged.describe(operands, spec), backend, (q, k_pages, v_pages))
+    return plan.backend, spec, operands
 
 
 def _with_new(operands: RaggedOperands, a: RaggedArguments, pages, new) -> RaggedOperands:

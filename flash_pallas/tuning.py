@@ -17,7 +17,7 @@ from jax import lax
 
 from .api import flash_attention
 from .backends.base import Backend
-from .frontend import dispatch, validate
+from .frontend import dispatch, tables, validate
 from .frontend.arguments import Arguments
 from .frontend.validate import Call, same_arguments
 from .transforms import derivatives
@@ -118,14 +118,14 @@ def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
     if call.is_empty:
         raise ValueError("there is no query or no key, so nothing to time")
     chosen = dispatch.tunable(call.problem, backend)
-    name = dispatch.key(chosen.name, call.problem)
+    name = tables.key(chosen.name, call.problem)
     if name is None:
         raise ValueError(
             "a call with score_mod, mask_mod or a block_mask made from one has no name to store "
             "tile sizes by: pass blocks="
         )
-    path = dispatch.user_path()
-    dispatch.check_writable(path)  # before a minute of work
+    path = tables.user_path()
+    tables.check_writable(path)  # before a minute of work
     return Trial(name, path, compiled(chosen, call))
 
 
@@ -161,7 +161,7 @@ class Trial:
                 blocks[kernel] = programs[best].fields
             medians = map(statistics.median, found)
             times[kernel] = [(p.fields, ms) for p, ms in zip(programs, medians, strict=True)]
-        dispatch.store(self.path, self.name, blocks, gain)
+        tables.store(self.path, self.name, blocks, gain)
         dispatch.forget_tiles()
         return Tuning(blocks, gain, times, self.path)
 

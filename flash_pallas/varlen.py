@@ -11,15 +11,13 @@ import numpy as np
 
 from . import api
 from .frontend import arguments as checks
-from .frontend import dispatch, validate
+from .frontend import validate
 from .frontend.arguments import Arguments
-from .frontend.dispatch import Explanation
 from .frontend.validate import suggested
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-    from .api import Shaped
 
 ALIGNMENTS = ("start", "end")
 _MOST = np.iinfo(np.int32).max
@@ -137,111 +135,6 @@ def flash_attention_varlen(
     return (o[0], lse[0]) if with_lse else o[0]
 
 
-@suggested
-def explain_varlen(
-    q: Shaped,
-    k: Shaped,
-    v: Shaped,
-    *,
-    cu_seqlens_q: Shaped,
-    cu_seqlens_kv: Shaped | None = None,
-    alignment: str | None = None,
-    causal: bool = False,
-    window: int | Shaped | tuple[Any, Any] | None = None,
-    scale: float | None = None,
-    bias: Shaped | None = None,
-    mask: Shaped | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Shaped | None = None,
-    sinks: Shaped | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: int | Shaped | None = None,
-    broadcast_dropout: bool = False,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
-    deterministic: bool = False,
-    precision: str | jax.lax.Precision | None = None,
-    differentiable: str = "reverse",
-    backend: str = "auto",
-    blocks: Mapping[str, Any] | None = None,
-    gpu: str | None = None,
-) -> Explanation:
-    """Returns the backend and tiles that `flash_attention_varlen` would run, and why not others.
-
-    Nothing is run. Every argument but `gpu` is that of `flash_attention_varlen`; any array may be
-    replaced by a `jax.ShapeDtypeStruct`. The documents are one batch entry: the shapes that it
-    names are [1, total, heads, head_dim].
-
-    Args:
-        q: queries [total_q, N, H].
-        k: keys [total_kv, K, H].
-        v: values [total_kv, K, Hv].
-        cu_seqlens_q: as in `flash_attention_varlen`, as are all the others.
-        cu_seqlens_kv: cumulative lengths of keys.
-        alignment: "start" or "end".
-        causal: causal mask.
-        window: (left, right).
-        scale: multiplies the scores.
-        bias: added to the scores.
-        mask: True is visible.
-        softcap: limit of the scores.
-        alibi_slopes: slopes [N].
-        sinks: further scores [N].
-        dropout_rate: share of weights that are dropped.
-        dropout_seed: seed of it.
-        broadcast_dropout: one pattern for all heads.
-        score_mod: function of a score.
-        mask_mod: function that hides keys.
-        deterministic: bit-identical gradients.
-        precision: of float32 matmuls.
-        differentiable: "reverse" or "any".
-        backend: name of the implementation.
-        blocks: tile sizes.
-        gpu: a GPU to answer for that need not be here, as in `explain`.
-
-    Returns:
-        An `Explanation`; print it.
-
-    Raises:
-        TypeError: and others, as `flash_attention_varlen` lists them.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from flash_pallas import explain_varlen
-        >>> x = jax.ShapeDtypeStruct((4096, 8, 64), jnp.bfloat16)
-        >>> cu_seqlens = jax.ShapeDtypeStruct((9,), jnp.int32)
-        >>> explain_varlen(x, x, x, cu_seqlens_q=cu_seqlens, causal=True, gpu="H200").backend
-        'hopper'
-    """
-    options = {
-        "causal": causal,
-        "window": window,
-        "scale": scale,
-        "bias": bias,
-        "mask": mask,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "dropout_rate": dropout_rate,
-        "dropout_seed": dropout_seed,
-        "broadcast_dropout": broadcast_dropout,
-        "score_mod": score_mod,
-        "mask_mod": mask_mod,
-        "deterministic": deterministic,
-        "precision": precision,
-        "differentiable": differentiable,
-    }
-    override = validate.check_blocks(blocks)
-
-    def shapes(q, k, v, places, options):
-        arrays, arguments = _as_one(q, k, v, places, options)
-        return validate.canonicalize(*arrays, arguments).problem
-
-    places = cu_seqlens_q, cu_seqlens_kv, alignment
-    problem = validate.of_shapes(shapes, q, k, v, places, options)
-    return dispatch.explanation(problem, backend, override, gpu, dispatch.platform_of((q, k, v)))
-
-
 def _as_one(q, k, v, places, options: dict[str, Any]) -> tuple[tuple[Any, Any, Any], Arguments]:
     """Returns q, k and v with a batch axis of 1, and the arguments that keep documents apart.
 
@@ -271,7 +164,7 @@ def _as_one(q, k, v, places, options: dict[str, Any]) -> tuple[tuple[Any, Any, A
     reads = mods or any(options[name] is not None for name in ("window", "alibi_slopes"))
     needed = (reads or options["causal"]) and cu_seqlens_kv is not None
     aligned = _alignment(alignment, needed=needed)
-    # Of what the caller gave: inside `explain_varlen` arrays of ints are traced ones.
+    # Of what the caller gave: arrays of ints are traced ones inside of `explain`.
     known = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     lengths = _length(known[0], of_q, len(q)), _length(known[1], of_kv, len(k))
     documents = _Documents.of(of_q, of_kv, (len(q), len(k)), aligned)._replace(lengths=lengths)

@@ -8,6 +8,7 @@ each result gets a floor: a fraction of a rounding of the sum of the absolute va
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache, partial
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import flash_pallas as fp
 from flash_pallas import reference
 from flash_pallas.core import dropout
 from flash_pallas.frontend import dispatch, validate
@@ -52,6 +54,12 @@ ROW_SCALARS = ("lse", "max_logit")  # computed in float32 throughout, whatever q
 ALWAYS = ("o", "lse", "dq", "dk", "dv")
 
 Results = Mapping[str, Any]  # float64 numpy arrays by name
+
+
+def explain_on(gpu: str | None, function, *args, **kwargs):
+    """Explains a call within the `target` of a GPU; None is what is here."""
+    with contextlib.nullcontext() if gpu is None else fp.target(gpu):
+        return fp.explain(function, *args, **kwargs)
 
 
 def bind(backend, blocks: dict[str, int] | None = None):

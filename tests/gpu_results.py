@@ -190,21 +190,10 @@ def test_what_auto_gives_to_a_kernel_has_run(gpu):
 
 def explained(number: int, gpu: str) -> list[Any]:
     """Returns what `explain` says of a random call; nothing where it raises."""
-    call, told = random_call(digest.seed(), number), []
-    ask = {
-        "flash_attention_varlen": fp.explain_varlen,
-        "flash_decode": fp.explain_decode,
-        "ragged_paged_attention": fp.explain_ragged,
-    }
-    ask = ask.get(call.function.__name__, fp.explain)
-
-    def explains(*arrays, return_lse=None, **options):
-        told.append(ask(*arrays, **options, gpu=gpu))
-
-    twin = dataclasses.replace(call, function=explains, wanted=())
-    with jax.enable_x64(call.x64):
-        jax.eval_shape(twin.run("auto"), *twin.arguments)
-    return told
+    call = random_call(digest.seed(), number)
+    twin = dataclasses.replace(call, wanted=())
+    with jax.enable_x64(call.x64), fp.target(gpu):
+        return list(fp.explain(twin.run("auto"), *twin.arguments).calls)
 
 
 # --- Random calls ---------------------------------------------------------------------------------

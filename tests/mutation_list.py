@@ -736,7 +736,7 @@ SHARED_AND_HOPPER = (
              "test_rewind.py::test_every_amount_that_there_is_room_for[pages-nnx]"),
     Mutation("append, bad pages", "cache.py", "exists = (place < room) & (page >= 0)",
              "exists = place < room", "test_cache.py::test_appending_to_pages"),
-    Mutation("tuning, exact calls", "frontend/dispatch.py",
+    Mutation("tuning, exact calls", "frontend/tables.py",
              "{**_stated(problem), **_stated(problem.spec)}",
              "{**_stated(problem)}",
              "test_tuning.py::test_nothing_but_the_very_call_is_caught"),

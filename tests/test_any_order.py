@@ -414,8 +414,8 @@ def test_other_functions_and_layers():
     likely = lambda q: fp.flash_attention_with_max_logit(q, k, v, differentiable="any")[0]
     for function in (varlen, likely):
         close(jax.jvp(function, (q,), (dq,))[1], expected)
-    assert "blockwise jnp" in str(fp.explain(q, k, v, differentiable="any"))
-    assert "blockwise jnp" not in str(fp.explain(q, k, v))
+    assert "blockwise jnp" in str(fp.explain(fp.flash_attention, q, k, v, differentiable="any"))
+    assert "blockwise jnp" not in str(fp.explain(fp.flash_attention, q, k, v))
     x = arrays(1, (2, 8, 16))[0][0][None].astype(jnp.float32)
     options = {"num_heads": 2, "differentiable": "any"}
     module = layers.FlashAttention(**options)

@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module may import those of a smaller rank, and its own room.
 RANKS = {
     "_version": 0,
+    "_lazy": 0,
     "core": 0,
     "devices": 0,
     "reference": 1,
@@ -23,9 +24,12 @@ RANKS = {
     "backends.cudnn": 2,
     "backends.gpu": 2,
     "backends.target": 3,
+    "backends.unloaded": 3,
     "backends.hopper": 3,
     "backends.portable": 3,
-    "frontend.dispatch": 4,
+    "frontend.tables": 4,
+    "frontend.dispatch": 5,
+    "frontend.explain": 6,
     "frontend.arguments": 4,
     "transforms.derivatives": 3,
     "transforms.equations": 4,

@@ -13,7 +13,7 @@ from benchmarks import providers, suites, tune
 from flash_pallas import tuning
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
-from flash_pallas.frontend import dispatch
+from flash_pallas.frontend import dispatch, tables
 
 
 def test_the_shipped_table_holds_only_what_was_timed_and_still_fits():
@@ -23,11 +23,11 @@ def test_the_shipped_table_holds_only_what_was_timed_and_still_fits():
         s = cell.shape
         q = jnp.broadcast_to(jnp.bfloat16(0), (s.batch, s.q_len, s.q_heads, s.head_dim))
         k = jnp.broadcast_to(jnp.bfloat16(0), (s.batch, s.kv_len, s.kv_heads, s.head_dim))
-        problem = fp.explain(q, k, k, causal=cell.causal, backend="xla").problem
-        cells[dispatch.key("hopper", problem)] = problem
-    for path in {dispatch._SHIPPED / name for name in dispatch._SHIPPED_FOR.values()}:
+        problem = fp.explain(fp.flash_attention, q, k, k, causal=cell.causal, backend="xla").problem
+        cells[tables.key("hopper", problem)] = problem
+    for path in {tables._SHIPPED / name for name in tables._SHIPPED_FOR.values()}:
         table = json.loads(path.read_text())
-        assert dispatch._well_formed(table) and table["jax"] in ("0.11", "0.12")
+        assert tables._well_formed(table) and table["jax"] in ("0.11", "0.12")
         for name, entry in table["entries"].items():
             hopper.blocks(cells[name], entry["blocks"])  # raises where they do not fit
             assert all(entry["gain"][kernel] >= tuning.LEAST_GAIN for kernel in entry["blocks"])
@@ -53,7 +53,7 @@ class Tunable(XlaBackend):
 @pytest.fixture
 def tunable(monkeypatch, tmp_path):
     """The Tunable backend, a provider of it, a suite that takes seconds, and a clock."""
-    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(dispatch, "BACKENDS", {"tunable": Tunable()})
     attention = lambda cell: providers.Attention(
         functools.partial(fp.flash_attention, causal=cell.causal, backend="tunable")

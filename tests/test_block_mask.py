@@ -22,6 +22,7 @@ from flash_pallas.frontend.arguments import Arguments
 
 from . import block_masks, checks
 from .cases import Case
+from .checks import explain_on
 from .test_sharding import ATOL, TYPES, mesh_of
 
 T, S = 300, 330  # no multiples of a block
@@ -465,10 +466,12 @@ def test_queries_without_a_block(empty_rows):
 def test_explain_takes_the_shapes_of_a_mask():
     x = jax.ShapeDtypeStruct((1, 192, 4, 64), jnp.bfloat16)
     mask = jax.eval_shape(from_indices, jax.ShapeDtypeStruct((1, 1, 3, 2), jnp.int32))
-    found = fp.explain(x, x, x, block_mask=mask, gpu="H100")
+    found = explain_on("H100", fp.flash_attention, x, x, x, block_mask=mask)
     assert found.problem.spec.block_shape == SMALL and "block_lists" in found.problem.features
     assert found.reasons["cudnn"] == "takes no block_mask"
-    assert fp.explain(x, x, x, block_mask=mask, backend="xla").blocks == XlaBlocks(*SMALL)
+    assert fp.explain(
+        fp.flash_attention, x, x, x, block_mask=mask, backend="xla"
+    ).blocks == XlaBlocks(*SMALL)
 
 
 @pytest.mark.parametrize("own", [{}, {"mask_mod": causal}, {"mask": np.ones((1, 1, 1, 1), bool)}])

@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 import flash_pallas as fp
 from flash_pallas.backends.cudnn import OLDEST, CudnnBackend, backend, residuals
 from flash_pallas.core.problem import AttentionSpec
-from flash_pallas.frontend import dispatch, validate
-from flash_pallas.frontend.arguments import Arguments
+from flash_pallas.frontend import dispatch
 from flash_pallas.parallel import context_parallel_attention, sharded_attention
 
 from . import checks, cudnn_stand_in
 from .cases import Case
+from .checks import explain_on
 from .cudnn_cases import CASES, WIDE
 
 HOPPER = CudnnBackend(capability="9.0", version=OLDEST)
@@ -43,8 +43,7 @@ def arrays(q_len=T, kv_len=S, head_dim=H, v_head_dim=None, dtype=jnp.bfloat16, b
 
 
 def described(*given, **options):
-    make = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
-    return validate.of_shapes(make, *(given or arrays()), options)
+    return fp.explain(fp.flash_attention, *(given or arrays()), **options).problem
 
 
 @pytest.fixture
@@ -384,16 +383,18 @@ def test_decoding_is_refused(gpu):
         fp.flash_decode(x[:, :1], x, x, backend="cudnn")
 
 
-def test_auto_leaves_a_bias_to_portable():
-    found = fp.explain(*arrays(), bias=_BIAS, gpu="b200")
+def test_auto_leaves_a_bias_to_portable(gpu):
+    gpu("10.0")
+    explained = partial(fp.explain, fp.flash_attention, *arrays(), bias=_BIAS)
+    found = explained()
     assert found.backend == "portable"
     assert found.reasons["cudnn"].startswith("'auto' leaves a bias to others, as gradients lose")
-    assert fp.explain(*arrays(), bias=_BIAS, gpu="b200", backend="cudnn").backend == "cudnn"
+    assert explained(backend="cudnn").backend == "cudnn"
 
 
 def test_a_refusal_names_what_auto_takes():
     with pytest.raises(fp.UnsupportedByBackend, match="backend='auto' or 'portable' can run this"):
-        fp.explain(*arrays(), backend="hopper", gpu="a100")
+        explain_on("a100", fp.flash_attention, *arrays(), backend="hopper")
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -432,29 +433,31 @@ def test_what_auto_takes_is_logged_once(gpu, caplog):
 
 def test_without_a_cudnn_portable_runs(gpu):
     gpu("10.0", version=None)
-    found = fp.explain(*arrays())
+    found = fp.explain(fp.flash_attention, *arrays())
     assert found.backend == "portable"
     assert found.reasons["cudnn"].startswith("needs cuDNN 9.15.1 or later, and found none")
 
 
-def test_explain_says_so():
-    found = fp.explain(*arrays(), gpu="b200")
+def test_explain_says_so(gpu):
+    gpu("10.0")
+    explained = partial(fp.explain, fp.flash_attention, *arrays())
+    found = explained()
     assert found.backend == "cudnn" and found.blocks is None and not found.sources
     assert "preferred" in found.reasons["portable"]
     assert (
         "  runs on: cudnn\n"
-        "  which is cuDNN through jax.nn.dot_product_attention, as this package's kernels here use "
-        "mma.sync\n  not on hopper: "
+        "  which is cuDNN 9.19.0 through jax.nn.dot_product_attention, as this package's kernels "
+        "here use mma.sync\n  not on hopper: "
     ) in str(found)
-    named = fp.explain(*arrays(), gpu="h100", backend="cudnn")
-    assert "which is cuDNN through jax.nn.dot_product_attention\n" in str(named)
-    passed = fp.explain(*arrays(), gpu="h100")
+    assert explained(softcap=2.0).reasons["cudnn"] == "takes no softcap"
+    assert explained(causal=True, empty_rows="mean").backend == "cudnn"  # no row can be empty
+    assert explained(kv_lengths=3, empty_rows="mean").backend == "cudnn"
+    gpu("9.0")
+    named = explained(backend="cudnn")
+    assert "which is cuDNN 9.19.0 through jax.nn.dot_product_attention\n" in str(named)
+    passed = explained()
     assert passed.backend == "hopper"
     assert "compute capability 10.x alone: ask for it by name" in passed.reasons["cudnn"]
-    blackwell = partial(fp.explain, *arrays(), gpu="b200")
-    assert blackwell(softcap=2.0).reasons["cudnn"] == "takes no softcap"
-    assert blackwell(causal=True, empty_rows="mean").backend == "cudnn"  # no row can be empty
-    assert blackwell(kv_lengths=3, empty_rows="mean").backend == "cudnn"
 
 
 def test_the_version_is_that_of_the_plugin(monkeypatch):

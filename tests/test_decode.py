@@ -274,11 +274,13 @@ def test_a_named_backend_never_falls_back(monkeypatch):
     with pytest.raises(fp.UnsupportedByBackend, match=message):
         fp.flash_decode(q, k, k, backend="picky")
     with pytest.raises(fp.UnsupportedByBackend, match=message):
-        fp.explain_decode(q, k, k, backend="picky")
-    found = fp.explain_decode(q, k, k)
+        fp.explain(fp.flash_decode, q, k, k, backend="picky")
+    found = fp.explain(fp.flash_decode, q, k, k)
     assert found.backend == "xla" and found.reasons == {"picky": "it is Monday"}
     assert "flash_decode on q [1, 1, 2, 16], k [1, 64, 1, 16]" in str(found)
-    paged = fp.explain_decode(q, k, k, page_table=jnp.zeros((1, 3), jnp.int32), kv_lengths=3)
+    paged = fp.explain(
+        fp.flash_decode, q, k, k, page_table=jnp.zeros((1, 3), jnp.int32), kv_lengths=3
+    )
     assert "k [1, 64, 1, 16]" in str(paged) and paged.blocks.block_kv == 128
     with pytest.raises(ValueError, match="backend is 'fast': choose one of"):
         fp.flash_decode(q, k, k, backend="fast")

@@ -15,6 +15,7 @@ from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.core import decode, kv_blocks, softmax
 from flash_pallas.frontend import validate_decode
 
+from .checks import explain_on
 from .chosen_blocks import CASES, Chosen, assert_right
 from .interpreter import race_checked
 
@@ -136,11 +137,13 @@ def test_nothing_of_the_cache_is_copied():
 def test_explain_counts_the_keys_that_are_chosen():
     q, k = jnp.ones((1, 1, 8, 64)), jnp.ones((1, 4096, 2, 64))
     index = jnp.zeros((1, 2, 8), jnp.int32)
-    found = fp.explain_decode(q, k, k, kv_blocks=index, kv_block_size=64, backend="xla")
+    found = fp.explain(fp.flash_decode, q, k, k, kv_blocks=index, kv_block_size=64, backend="xla")
     assert found.blocks.block_kv == 512
     shape = jax.ShapeDtypeStruct(index.shape, index.dtype)
     half = jax.ShapeDtypeStruct(q.shape, "bfloat16"), jax.ShapeDtypeStruct(k.shape, "bfloat16")
-    said = fp.explain_decode(half[0], *half[1:] * 2, kv_blocks=shape, kv_block_size=64, gpu="H100")
+    said = explain_on(
+        "H100", fp.flash_decode, half[0], *half[1:] * 2, kv_blocks=shape, kv_block_size=64
+    )
     assert "k [64, 64, 2, 64]" in str(said) and "runs on: hopper" in str(said)
 
 

@@ -21,6 +21,7 @@ from flash_pallas.core.mask import DraftMask
 from flash_pallas.frontend import dispatch
 
 from . import draft_masks, ptx
+from .checks import explain_on
 from .hopper_decode_cases import Step, assert_matches_oracle
 from .interpreter import race_checked
 
@@ -302,10 +303,10 @@ def test_explain():
     k = jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)
     mask = jax.ShapeDtypeStruct((40, 40), bool)
     for gpu, backend in (("H200", "hopper"), ("A100", "portable")):
-        found = fp.explain_decode(q, k, k, draft_mask=mask, window=3, gpu=gpu)
+        found = explain_on(gpu, fp.flash_decode, q, k, k, draft_mask=mask, window=3)
         assert found.backend == backend and found.problem.features == {"draft_mask"}
         slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
-        found = fp.explain_decode(q, k, k, draft_mask=mask, alibi_slopes=slopes, gpu=gpu)
+        found = explain_on(gpu, fp.flash_decode, q, k, k, draft_mask=mask, alibi_slopes=slopes)
         assert found.backend == "xla" and "no ALiBi with draft_mask" in found.reasons[backend]
 
 

@@ -118,13 +118,13 @@ def test_kernels_above_head_dim_256_take_them_from_one_tile(monkeypatch):
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     q, k = of(1, 1, 16, 576), of(1, 32768, 1, 576)
-    found = fp.explain_decode(q, k, v_head_dim=512)
+    found = fp.explain(fp.flash_decode, q, k, v_head_dim=512)
     assert found.backend == "hopper" and found.blocks.num_splits == 128
     assert found.blocks.upright and found.blocks.block_kv == 64
     # With an array of their own there is no room for tiles of 64 keys.
-    apart = fp.explain_decode(q, k, of(1, 32768, 1, 512))
+    apart = fp.explain(fp.flash_decode, q, k, of(1, 32768, 1, 512))
     assert apart.blocks.block_kv == 32
-    many = fp.explain_decode(of(1, 1, 48, 576), k, v_head_dim=512).blocks
+    many = fp.explain(fp.flash_decode, of(1, 1, 48, 576), k, v_head_dim=512).blocks
     assert not many.upright and many.block_kv == 64
 
 
@@ -137,8 +137,10 @@ def test_64_heads_of_a_latent_cache(monkeypatch, batch, tokens, heads, length, s
     monkeypatch.setattr(dispatch, "BACKENDS", {"hopper": backend})
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     q, k = of(batch, tokens, heads, 576), of(batch, length, 1, 576)
-    assert fp.explain_decode(q, k, v_head_dim=512).blocks == LatentBlocks(num_splits=splits)
-    assert fp.explain_decode(q, k, v_head_dim=512, num_splits=3).blocks.num_splits == 3
+    assert fp.explain(fp.flash_decode, q, k, v_head_dim=512).blocks == LatentBlocks(
+        num_splits=splits
+    )
+    assert fp.explain(fp.flash_decode, q, k, v_head_dim=512, num_splits=3).blocks.num_splits == 3
     modified: list[dict[str, Any]] = [
         {"window": 8},
         {"kv_starts": 1},
@@ -146,7 +148,7 @@ def test_64_heads_of_a_latent_cache(monkeypatch, batch, tokens, heads, length, s
         {"draft_mask": jnp.ones((tokens, tokens), bool)},
     ]
     for others in modified:
-        other = fp.explain_decode(q, k, v_head_dim=512, **others).blocks
+        other = fp.explain(fp.flash_decode, q, k, v_head_dim=512, **others).blocks
         assert isinstance(other, DecodeBlocks)
 
 
@@ -201,7 +203,7 @@ def test_bad_arguments(name):
     with pytest.raises(error, match=message):
         fp.flash_decode(Q, K, **options)
     with pytest.raises(error, match=message):
-        fp.explain_decode(Q, K, **options)
+        fp.explain(fp.flash_decode, Q, K, **options)
 
 
 BAD_APPENDS: dict[str, tuple[dict[str, Any], str]] = {

@@ -17,6 +17,7 @@ from flash_pallas.backends.xla import decode as xla_decode
 from flash_pallas.core import decode, softmax
 from flash_pallas.frontend import dispatch
 
+from .checks import explain_on
 from .hopper_decode_cases import STEPS, Step, assert_matches_oracle
 from .interpreter import race_checked
 
@@ -200,11 +201,11 @@ def test_explain_says_what_a_call_has():
         jnp.ones((2, 8192, 2, 64), jnp.bfloat16),
     )
     per_entry = jax.ShapeDtypeStruct((2,), jnp.int32)
-    found = fp.explain_decode(q, k, k, kv_starts=per_entry, window=per_entry, gpu="H200")
+    found = explain_on("H200", fp.flash_decode, q, k, k, kv_starts=per_entry, window=per_entry)
     assert found.backend == "hopper" and found.problem.features == {"kv_starts", "window_left"}
-    plain = fp.explain_decode(q, k, k, gpu="H200")
+    plain = explain_on("H200", fp.flash_decode, q, k, k)
     assert found.blocks.num_splits == plain.blocks.num_splits
-    assert fp.explain_decode(q, k, k, kv_starts=3, gpu="A100").backend == "portable"
+    assert explain_on("A100", fp.flash_decode, q, k, k, kv_starts=3).backend == "portable"
 
 
 BAD = [

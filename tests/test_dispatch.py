@@ -12,13 +12,16 @@ import jaxlib.version
 import pytest
 
 import flash_pallas as fp
+from flash_pallas import devices
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.launch import SplitBlocks
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
-from flash_pallas.devices import DEVICES, device_of
-from flash_pallas.frontend import dispatch
+from flash_pallas.devices import DEVICES
+from flash_pallas.frontend import dispatch, tables
+
+from .checks import explain_on
 
 Q = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
 
@@ -45,7 +48,7 @@ def registry(monkeypatch):
 
 
 def problem():
-    return fp.explain(Q, Q, Q, backend="xla").problem
+    return fp.explain(fp.flash_attention, Q, Q, Q, backend="xla").problem
 
 
 def test_auto_takes_the_first_that_can(registry):
@@ -61,7 +64,7 @@ def test_a_named_backend_never_falls_back(registry):
     with pytest.raises(fp.UnsupportedByBackend, match=message):
         fp.flash_attention(Q, Q, Q, backend="picky")
     with pytest.raises(NotImplementedError, match=message):
-        fp.explain(Q, Q, Q, backend="picky")
+        fp.explain(fp.flash_attention, Q, Q, Q, backend="picky")
 
 
 def test_an_unknown_name_lists_the_choices(registry):
@@ -113,8 +116,8 @@ def test_arrays_that_were_put_on_another_platform_take_no_kernel_of_the_default(
     (cpu,) = jax.devices("cpu")[:1]
     here = jax.device_put(Q, cpu)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    decode = lambda q: fp.explain_decode(q[:, :1], Q, Q)
-    for explained in (lambda q: fp.explain(q, Q, Q), decode):
+    decode = lambda q: fp.explain(fp.flash_decode, q[:, :1], Q, Q)
+    for explained in (lambda q: fp.explain(fp.flash_attention, q, Q, Q), decode):
         assert explained(Q).backend == "picky"
         found = explained(here)
         assert found.backend == "xla"
@@ -128,15 +131,15 @@ def test_arrays_that_were_put_on_another_platform_take_no_kernel_of_the_default(
 
 def test_explain(registry):
     registry("it is Monday")
-    found = fp.explain(Q, Q, Q, blocks={"block_q": 4})
+    found = fp.explain(fp.flash_attention, Q, Q, Q, blocks={"block_q": 4})
     assert found.backend == "xla" and found.blocks.block_q == 4
     assert found.reasons == {"picky": "it is Monday"}
     text = str(found)
     assert "runs on: xla, XlaBlocks(block_q=4, block_kv=8)" in text
     assert "not on picky: it is Monday" in text
     registry(None)
-    assert "preferred" in fp.explain(Q, Q, Q).reasons["xla"]
-    assert "asked for" in fp.explain(Q, Q, Q, backend="xla").reasons["picky"]
+    assert "preferred" in fp.explain(fp.flash_attention, Q, Q, Q).reasons["xla"]
+    assert "asked for" in fp.explain(fp.flash_attention, Q, Q, Q, backend="xla").reasons["picky"]
 
 
 def test_hopper_comes_first_and_kernels_refuse_a_cpu():
@@ -147,7 +150,7 @@ def test_hopper_comes_first_and_kernels_refuse_a_cpu():
                 fp.UnsupportedByBackend, match=f"compute capability {capability}.*cpu"
             ):
                 fp.flash_attention(Q, Q, Q, backend=name)
-            assert "compute capability" in fp.explain(Q, Q, Q).reasons[name]
+            assert "compute capability" in fp.explain(fp.flash_attention, Q, Q, Q).reasons[name]
 
 
 @pytest.mark.parametrize(
@@ -284,57 +287,63 @@ def test_what_pairs_of_ctas_cannot_do(fields, message):
 
 
 SHAPE = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
-ELSEWHERE = {"h100": "hopper", "h200": "hopper", "a100": "portable", "b200": "cudnn"}
+ELSEWHERE = {"h100": "hopper", "h200": "hopper", "a100": "portable", "b200": "portable"}
 
 
 @pytest.mark.parametrize(("name", "backend"), ELSEWHERE.items())
 def test_explain_answers_for_a_gpu_that_is_not_here(name, backend):
-    found = fp.explain(SHAPE, SHAPE, SHAPE, causal=True, gpu=name)
+    found = explain_on(name, fp.flash_attention, SHAPE, SHAPE, SHAPE, causal=True)
     assert found.backend == backend and found.gpu == DEVICES[name].kind
     assert f", on {found.gpu}\n" in str(found)
+    there = "asks the cuDNN that is here; on that GPU itself 'auto' takes it"
+    assert found.reasons["cudnn"].endswith(there) == (name == "b200")
     if backend != "hopper":
         assert found.reasons["hopper"].startswith("needs compute capability 9.0 (H100, H200); this")
         message = rf"this GPU has \d+\.0; .*'{backend}' can"
         with pytest.raises(fp.UnsupportedByBackend, match=message):
-            fp.explain(SHAPE, SHAPE, SHAPE, backend="hopper", gpu=name)
+            explain_on(name, fp.flash_attention, SHAPE, SHAPE, SHAPE, backend="hopper")
     token = jax.ShapeDtypeStruct((4, 1, 16, 128), jnp.bfloat16)
     lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
-    decoded = fp.explain_decode(token, SHAPE, SHAPE, kv_lengths=lengths, gpu=name)
+    decoded = explain_on(name, fp.flash_decode, token, SHAPE, SHAPE, kv_lengths=lengths)
     kernels = "hopper" if backend == "hopper" else "portable"  # cuDNN does not decode
     assert decoded.backend == kernels and decoded.gpu == found.gpu
     assert decoded.blocks.num_splits > 1
 
 
 def test_explain_elsewhere_reads_the_tables_of_that_device(monkeypatch, tmp_path):
-    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(dispatch, "_jax", lambda: "0.11")  # that of the shipped table
-    dispatch._read.cache_clear()  # it may have been read as that of another jax
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(tables, "_jax", lambda: "0.11")  # that of the shipped table
+    tables._read.cache_clear()  # it may have been read as that of another jax
     dispatch.forget_tiles()
-    found = fp.explain(SHAPE, SHAPE, SHAPE, gpu="H200")
+    found = explain_on("H200", fp.flash_attention, SHAPE, SHAPE, SHAPE)
     table = "shipped table nvidia_h200.json"
     assert found.sources == {"forward": f"heuristic, fastest in {table}", "fused": table}
-    assert set(fp.explain(SHAPE, SHAPE, SHAPE, gpu="a100").sources.values()) == {"heuristic"}
-    dispatch._read.cache_clear()
+    assert set(explain_on("a100", fp.flash_attention, SHAPE, SHAPE, SHAPE).sources.values()) == {
+        "heuristic"
+    }
+    tables._read.cache_clear()
     dispatch.forget_tiles()
 
 
 def test_gpus_are_known_by_any_spelling_of_their_name():
     for name in ("rtx5090", "RTX 5090", "RTX-5090", "NVIDIA GeForce RTX 5090"):
-        assert device_of(name) is DEVICES["rtx5090"]
+        assert devices.named(name) is DEVICES["rtx5090"]
     with pytest.raises(TypeError, match=r'gpu must be the name of a GPU, as in "H100", got 90'):
-        fp.explain(Q, Q, Q, gpu=90)
+        explain_on(90, fp.flash_attention, Q, Q, Q)
 
 
 def test_explain_of_an_unknown_gpu():
-    with pytest.raises(ValueError, match=r"gpu is 'v100': choose one of 'A100', .*'RTX5090'"):
-        fp.explain(Q, Q, Q, gpu="v100")
+    with pytest.raises(
+        ValueError, match=r"gpu is 'v100': write the name of .*'A100', .*'RTX5090'.*'8.0'"
+    ):
+        explain_on("v100", fp.flash_attention, Q, Q, Q)
 
 
 def test_explain_takes_shapes_in_place_of_any_array():
     q, bias = jax.ShapeDtypeStruct(Q.shape, Q.dtype), jnp.ones((1, 1, 1, Q.shape[1]))
     options = {"window": [3, 0], "score_mod": lambda s, b, n, i, j: s * 2.0}
     given = {"bias": jax.ShapeDtypeStruct(bias.shape, bias.dtype), "q_offset": 2, **options}
-    found = fp.explain(q, q, q, **given)
-    assert found == fp.explain(Q, Q, Q, bias=bias, q_offset=2, **options)
+    found = fp.explain(fp.flash_attention, q, q, q, **given)
+    assert found == fp.explain(fp.flash_attention, Q, Q, Q, bias=bias, q_offset=2, **options)
     with pytest.raises(TypeError, match="bias has dtype int32"):
-        fp.explain(q, q, q, bias=jax.ShapeDtypeStruct(bias.shape, jnp.int32))
+        fp.explain(fp.flash_attention, q, q, q, bias=jax.ShapeDtypeStruct(bias.shape, jnp.int32))

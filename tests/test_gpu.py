@@ -238,7 +238,7 @@ def test_kernels_are_compiled_ahead_and_once(caplog, monkeypatch):
 
 def test_auto_takes_the_hopper_kernels():
     q, k, v, _ = _inputs(1, 256, 2, 2, 64)
-    assert flash_pallas.explain(q, k, v).backend == "hopper"
+    assert flash_pallas.explain(flash_pallas.flash_attention, q, k, v).backend == "hopper"
     text = jax.jit(flash_attention).lower(q, k, v).as_text()
     assert "mosaic_gpu" in text
 
@@ -296,9 +296,9 @@ def test_cudnn_runs_one_forward_in_two_loops():
 
 def test_cudnn_is_taken_by_name_alone_on_hopper():
     q, k, v, _ = _inputs(1, 256, 2, 2, 64)
-    passed = flash_pallas.explain(q, k, v)
+    passed = flash_pallas.explain(flash_pallas.flash_attention, q, k, v)
     assert passed.backend == "hopper" and "ask for it by name" in passed.reasons["cudnn"]
-    named = flash_pallas.explain(q, k, v, backend="cudnn")
+    named = flash_pallas.explain(flash_pallas.flash_attention, q, k, v, backend="cudnn")
     assert re.match(r"cuDNN \d+\.\d+\.\d+ through jax\.nn", named.note or "")
 
 
@@ -452,7 +452,10 @@ def test_decode_is_bit_identical():
 def test_auto_decodes_with_the_hopper_kernels():
     q, k, v, _ = _inputs(2, 1024, 8, 2, 128)
     q, lengths = q[:, :1], jnp.array([1000, 3])
-    assert flash_pallas.explain_decode(q, k, v, kv_lengths=lengths).backend == "hopper"
+    assert (
+        flash_pallas.explain(flash_pallas.flash_decode, q, k, v, kv_lengths=lengths).backend
+        == "hopper"
+    )
     found = flash_decode(q, k, v, kv_lengths=lengths)
     near = flash_decode(q, k, v, kv_lengths=lengths, backend="xla")
     assert jnp.abs(found.astype(jnp.float32) - near.astype(jnp.float32)).max() < 2**-7

@@ -49,8 +49,8 @@ def test_what_hopper_refuses_runs_on_xla(monkeypatch, q, k, reason):
     q, k = jnp.ones(q[:-1], q[-1]), jnp.ones(k, q[-1])
     message = f"backend='hopper': .*{reason}.*; backend='auto' or 'xla' can run"
     with pytest.raises(fp.UnsupportedByBackend, match=message):
-        fp.explain_decode(q, k, k, backend="hopper")
-    found = fp.explain_decode(q, k, k)
+        fp.explain(fp.flash_decode, q, k, k, backend="hopper")
+    found = fp.explain(fp.flash_decode, q, k, k)
     assert found.backend == "xla" and reason in found.reasons["hopper"]
 
 
@@ -58,9 +58,9 @@ def test_hopper_takes_what_it_can(monkeypatch):
     backends = {"hopper": HopperBackend(interpret=True, num_sms=132), "xla": XlaBackend()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     q, k = jnp.ones((1, 4, 8, 128), jnp.bfloat16), jnp.ones((1, 8192, 2, 128), jnp.bfloat16)
-    found = fp.explain_decode(q, k, k)
+    found = fp.explain(fp.flash_decode, q, k, k)
     assert found.backend == "hopper" and found.blocks.num_splits > 16
-    assert fp.explain_decode(q, k, k, num_splits=3).blocks.num_splits == 3
+    assert fp.explain(fp.flash_decode, q, k, k, num_splits=3).blocks.num_splits == 3
 
 
 @pytest.mark.thorough(always=["split-2"])

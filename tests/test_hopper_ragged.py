@@ -159,9 +159,11 @@ def test_refused_chunks_run_in_jnp(monkeypatch):
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     places: dict[str, Any] = {"kv_lengths": ints(4), "page_table": ints(4, 6), "cu_q_lens": ints(5)}
     q, pages = jnp.ones((64, 8, 64), jnp.bfloat16), jnp.ones((9, 16, 2, 64), jnp.bfloat16)
-    found = fp.explain_ragged(q, pages, pages, **places)
+    found = fp.explain(fp.ragged_paged_attention, q, pages, pages, **places)
     assert (found.backend, found.blocks.chunks_on) == ("hopper", "hopper")
-    found = fp.explain_ragged(q, pages.astype(jnp.int8), pages.astype(jnp.int8), **places)
+    found = fp.explain(
+        fp.ragged_paged_attention, q, pages.astype(jnp.int8), pages.astype(jnp.int8), **places
+    )
     assert (found.backend, found.blocks.chunks_on) == ("hopper", "xla")
-    found = fp.explain_ragged(q[:1], pages, pages, **places)
+    found = fp.explain(fp.ragged_paged_attention, q[:1], pages, pages, **places)
     assert found.blocks.chunks is None

@@ -76,7 +76,7 @@ def test_known_values_that_do_not_fit_are_refused(dtype, value):
     calls = {
         "q_segment_ids": lambda: packed(ids),
         "kv_lengths": lambda: fp.flash_attention(Q, K, V, kv_lengths=wide),
-        "q_lengths": lambda: fp.explain(Q, K, V, q_lengths=wide),
+        "q_lengths": lambda: fp.explain(fp.flash_attention, Q, K, V, q_lengths=wide),
         "new_lengths": lambda: fp.append_kv(cache, K, V, new_lengths=wide),
         "cache.lengths": lambda: fp.append_kv(cache._replace(lengths=wide), K, V),
         "page_table": lambda: fp.gather_pages(draw(3, 8, 16, 2, 8), wide[None]),

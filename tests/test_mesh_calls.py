@@ -97,9 +97,9 @@ def packed(q, k, v, lengths):
     return fp.flash_attention_varlen(q, k, v, cu_seqlens_q=lengths, causal=True)
 
 
-def told(explain, *args, **options):
-    """Calls a function that explains a call, which has no arrays to compare."""
-    assert explain(*args, **options).backend
+def told(function, *args, **options):
+    """Explains a call, which gives no arrays to compare."""
+    assert fp.explain(function, *args, **options).backend
     return jnp.zeros(())
 
 
@@ -129,9 +129,9 @@ CALLS: dict[str, Call] = {
     ),
     "save_attention": attention(saved),
     "flash_attention_varlen": Call(packed, (*TOKENS, DOCUMENTS), (*OF_TOKENS, WHOLE), 3),
-    "explain": attention(partial(told, fp.explain), learned=0),
-    "explain_varlen": Call(
-        lambda *x: told(fp.explain_varlen, *x[:3], cu_seqlens_q=x[3]),
+    "explain": attention(partial(told, fp.flash_attention), learned=0),
+    "explain varlen": Call(
+        lambda *x: told(fp.flash_attention_varlen, *x[:3], cu_seqlens_q=x[3]),
         (*TOKENS, DOCUMENTS),
         (*OF_TOKENS, WHOLE),
     ),
@@ -229,8 +229,8 @@ CALLS |= {
     ),
     "append_kv": Call(appended, (*CACHE, *NEW), (*OF_CACHE, BOTH, BOTH)),
     "flash_decode": Call(decoded, (draw(4, 1, 4, 8), *CACHE), (BOTH, *OF_CACHE)),
-    "explain_decode": Call(
-        lambda q, k, v: told(fp.explain_decode, q, k, v, kv_lengths=3),
+    "explain decode": Call(
+        lambda q, k, v: told(fp.flash_decode, q, k, v, kv_lengths=3),
         (draw(4, 1, 4, 8), *CACHE[:2]),
         (BOTH, BOTH, BOTH),
     ),
@@ -250,8 +250,8 @@ CALLS |= {
         *TOKENS[1:],
         specs=(OF_TOKENS[0], *OF_PAGES, *OF_TOKENS[1:]),
     ),
-    "explain_ragged": ragged_call(
-        partial(told, fp.explain_ragged), TOKENS[0], *PAGES, specs=(OF_TOKENS[0], *OF_PAGES)
+    "explain ragged": ragged_call(
+        partial(told, fp.ragged_paged_attention), TOKENS[0], *PAGES, specs=(OF_TOKENS[0], *OF_PAGES)
     ),
 }
 

@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
 from flash_pallas.core import block_mask
-from flash_pallas.frontend import validate
-from flash_pallas.frontend.arguments import Arguments
 
 T = 2048
 
@@ -41,8 +39,7 @@ def inputs(batch: int = 1, dtype: str = "float32"):
 
 def problem(mod, length: int = T, **options):
     x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
-    shapes = lambda q, k, v, given: validate.canonicalize(q, k, v, Arguments(**given)).problem
-    return validate.of_shapes(shapes, x, x, x, {"mask_mod": mod} | options)
+    return fp.explain(fp.flash_attention, x, x, x, mask_mod=mod, **options).problem
 
 
 def results(mod, **options):
@@ -120,8 +117,8 @@ def test_lists_are_as_long_as_they_must_be_and_made_once():
 def test_explain_says_that_blocks_are_skipped():
     q, k, v = inputs()
     says = "skips blocks of 128 queries and 128 keys"
-    assert says in str(fp.explain(q, k, v, mask_mod=prefix))
-    assert says not in str(fp.explain(q, k, v, mask_mod=stripes))
+    assert says in str(fp.explain(fp.flash_attention, q, k, v, mask_mod=prefix))
+    assert says not in str(fp.explain(fp.flash_attention, q, k, v, mask_mod=stripes))
 
 
 def test_inside_of_transformations(unlisted):

@@ -117,11 +117,11 @@ def test_explain_tells_of_a_cache_in_eight_bits(monkeypatch):
     backends = {"portable": BACKEND, "xla": XlaBackend()}
     monkeypatch.setattr(dispatch, "BACKENDS", backends)
     q, k = jnp.ones((1, 1, 2, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
-    assert fp.explain_decode(q, k, k, backend="portable").backend == "portable"
+    assert fp.explain(fp.flash_decode, q, k, k, backend="portable").backend == "portable"
     eight = k.astype(jnp.int8)
-    assert fp.explain_decode(q, eight, eight).backend == "portable"
+    assert fp.explain(fp.flash_decode, q, eight, eight).backend == "portable"
     wide = jnp.ones((1, 64, 1, 72), jnp.int8)
-    found = fp.explain_decode(q, eight, wide)
+    found = fp.explain(fp.flash_decode, q, eight, wide)
     assert found.backend == "xla" and "head dim 72: pad it to 80" in found.reasons["portable"]
 
 

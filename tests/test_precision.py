@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 
@@ -52,7 +53,8 @@ def test_names_and_jax_s_own(given):
 def test_anything_else_is_refused(given):
     x = jnp.ones((8, 2, 16))
     message = r"precision is .*choose one of 'default', 'high', 'highest'.*None for 'high'"
-    for function in (fp.flash_attention, fp.explain, attention_fn):
+    explained = functools.partial(fp.explain, fp.flash_attention)
+    for function in (fp.flash_attention, explained, attention_fn):
         with pytest.raises(ValueError, match=message):
             function(x, x, x, precision=given)
 

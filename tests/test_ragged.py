@@ -22,6 +22,7 @@ from flash_pallas.core import ragged
 from flash_pallas.core.ragged import RaggedOperands
 from flash_pallas.frontend import dispatch
 
+from .checks import explain_on
 from .interpreter import race_checked
 from .ragged_cases import MIXES, PAGE, ROOM, Mix, assert_right, attend
 
@@ -315,9 +316,11 @@ def test_bad_arguments(name):
 
 def test_ends_past_the_sequences_may_be_anything():
     given = INTEGERS | {"cu_q_lens": jnp.array([0, 5, -3])}
-    assert fp.explain_ragged(Q, PAGES, PAGES, **given, num_seqs=1).backend == "xla"
+    assert (
+        fp.explain(fp.ragged_paged_attention, Q, PAGES, PAGES, **given, num_seqs=1).backend == "xla"
+    )
     with pytest.raises(ValueError, match=r"cu_q_lens is \[ 0  5 -3\] up to num_seqs"):
-        fp.explain_ragged(Q, PAGES, PAGES, **given)
+        fp.explain(fp.ragged_paged_attention, Q, PAGES, PAGES, **given)
 
 
 def test_explain():
@@ -325,16 +328,17 @@ def test_explain():
     ints = lambda *sizes: shape(*sizes, dtype="int32")
     places = {"kv_lengths": ints(8), "page_table": ints(8, 64), "cu_q_lens": ints(9)}
     pages = shape(512, 64, 2, 128)
-    explain = partial(fp.explain_ragged, k_pages=pages, v_pages=pages, **places)
-    found = explain(shape(256, 8, 128), gpu="A100")
+    given = {"k_pages": pages, "v_pages": pages, **places}
+    call = fp.ragged_paged_attention
+    found = explain_on("A100", call, shape(256, 8, 128), **given)
     assert found.backend == "portable" and found.blocks.steps.num_splits > 1
     assert found.blocks.chunks_on == "xla" and "chunks of prompts run on xla" in str(found)
     assert "ragged_paged_attention on q [256, 8, 128], k [512, 64, 2, 128]" in str(found)
     assert found.reasons["cudnn"].startswith("reads no pages")
     with pytest.raises(fp.UnsupportedByBackend, match="backend='cudnn': reads no pages"):
-        explain(shape(256, 8, 128), backend="cudnn")
+        fp.explain(call, shape(256, 8, 128), backend="cudnn", **given)
     for tokens in (256, 4):
-        found = explain(shape(tokens, 8, 128), step_tokens=4, gpu="H200")
+        found = explain_on("H200", call, shape(tokens, 8, 128), step_tokens=4, **given)
         assert found.backend == found.blocks.chunks_on == "hopper"
         assert (found.blocks.chunks is None) == (tokens == 4)
 
@@ -376,6 +380,6 @@ def test_kernels_are_lowered_for_gpus(monkeypatch):
 
 def test_what_kernels_refuse(monkeypatch):
     monkeypatch.setattr(dispatch, "BACKENDS", {**KERNELS, "xla": XlaBackend()})
-    found = fp.explain_ragged(Q, PAGES, PAGES, **INTEGERS)
+    found = fp.explain(fp.ragged_paged_attention, Q, PAGES, PAGES, **INTEGERS)
     assert found.backend == "xla"
     assert all("not float32" in found.reasons[name] for name in KERNELS)

@@ -213,7 +213,9 @@ def test_steps_of_a_ragged_call():
     found = call(q, k, v, return_lse=True, shared_prefix="auto", **given)
     for got, near in zip(found, right, strict=True):
         np.testing.assert_allclose(got, near, rtol=2e-5, atol=2e-5)
-    assert "shared prefixes" in str(fp.explain_ragged(q, k, v, shared_prefix="auto", **given))
+    assert "shared prefixes" in str(
+        fp.explain(fp.ragged_paged_attention, q, k, v, shared_prefix="auto", **given)
+    )
     with pytest.raises(ValueError, match="step_tokens is 33: it must be 1 to 32"):
         fp.ragged_paged_attention(q, k, v, shared_prefix="auto", step_tokens=33, **given)
 
@@ -254,8 +256,10 @@ def test_what_is_refused(name):
 
 def test_explain_says_so():
     given = {"page_table": TABLE, "kv_lengths": 40, "backend": "xla"}
-    assert "shared prefixes" in str(fp.explain_decode(Q, K, K, shared_prefix="auto", **given))
-    assert "shared prefixes" not in str(fp.explain_decode(Q, K, K, **given))
+    assert "shared prefixes" in str(
+        fp.explain(fp.flash_decode, Q, K, K, shared_prefix="auto", **given)
+    )
+    assert "shared prefixes" not in str(fp.explain(fp.flash_decode, Q, K, K, **given))
 
 
 TREE = jnp.array([[1, 0], [1, 1]], bool)

@@ -124,7 +124,7 @@ def test_functions_that_only_xla_has(name):
     call = lambda q, k, v, attend: attend(
         q, k, v, score_mod=lambda s, b, n, i, j: function(jnp.abs(s) + 1.0)
     )
-    problem = explain(q, k, v, score_mod=lambda s, b, n, i, j: function(s)).problem
+    problem = explain(flash_attention, q, k, v, score_mod=lambda s, b, n, i, j: function(s)).problem
     assert refusal(problem) == f"cannot compile {name} of score_mod"
 
     def plain(q, k, v, score_mod):

@@ -21,7 +21,7 @@ from flash_pallas.backends.hopper.backward.paired import tiles as paired_tiles
 from flash_pallas.backends.hopper.backward.split import tiles as split_tiles
 from flash_pallas.backends.hopper.forward import tiles
 from flash_pallas.backends.xla import XlaBackend
-from flash_pallas.frontend import dispatch
+from flash_pallas.frontend import dispatch, tables
 
 Q = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
 HOPPER = HopperBackend(interpret=True, num_sms=132)
@@ -30,7 +30,7 @@ HOPPER = HopperBackend(interpret=True, num_sms=132)
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     """User cache of its own, the Hopper kernels' rules without a GPU, and nothing remembered."""
-    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(dispatch, "BACKENDS", {"hopper": HOPPER, "xla": XlaBackend()})
     forget()
     yield tmp_path
@@ -40,8 +40,8 @@ def folder(monkeypatch, tmp_path):
 
 def forget():
     """Clears what was read and chosen, as a new process would start."""
-    dispatch._read.cache_clear()
-    dispatch._warn.cache_clear()
+    tables._read.cache_clear()
+    tables._warn.cache_clear()
     dispatch.forget_tiles()
 
 
@@ -67,7 +67,7 @@ def prefer_64_keys(fields):
 
 
 def explained(**arguments):
-    return fp.explain(Q, Q, Q, backend="hopper", **arguments)
+    return fp.explain(fp.flash_attention, Q, Q, Q, backend="hopper", **arguments)
 
 
 # --- choosing
@@ -78,7 +78,7 @@ def test_the_fastest_is_chosen_and_kept(clock, folder):
     assert before.sources == {"forward": "heuristic", "fused": "heuristic"}
     clock(prefer_64_keys)
     found = fp.autotune(Q, Q, Q, causal=True)
-    assert found.path == dispatch.user_path() and found.path.parent == folder
+    assert found.path == tables.user_path() and found.path.parent == folder
     assert found.gain == {"forward": 2.0, "fused": 1.0}
     after = explained(causal=True)
     assert (after.blocks.forward.warpgroups, after.blocks.forward.block_kv) == (3, 64)
@@ -90,7 +90,9 @@ def test_the_fastest_is_chosen_and_kept(clock, folder):
     # A process that starts later reads it from the file.
     forget()
     assert explained(causal=True) == after
-    assert fp.explain(Q, Q, Q, backend="xla", causal=True).sources == {"all": "heuristic"}
+    assert fp.explain(fp.flash_attention, Q, Q, Q, backend="xla", causal=True).sources == {
+        "all": "heuristic"
+    }
 
 
 def test_a_call_takes_what_was_chosen(clock, monkeypatch):
@@ -128,9 +130,13 @@ def test_no_other_shape_is_caught(clock, shape):
     clock(prefer_64_keys)
     fp.autotune(Q, Q, Q)
     x = jnp.ones(shape, jnp.bfloat16)
-    assert set(fp.explain(x, x, x, backend="hopper").sources.values()) == {"heuristic"}
+    assert set(fp.explain(fp.flash_attention, x, x, x, backend="hopper").sources.values()) == {
+        "heuristic"
+    }
     half = Q.astype(jnp.float16)
-    assert set(fp.explain(half, half, half, backend="hopper").sources.values()) == {"heuristic"}
+    assert set(
+        fp.explain(fp.flash_attention, half, half, half, backend="hopper").sources.values()
+    ) == {"heuristic"}
 
 
 def test_a_gain_within_the_noise_changes_nothing(clock):
@@ -176,12 +182,12 @@ def test_the_caller_overrules_the_cache_of_the_kernel_that_he_names(clock):
 def test_the_user_cache_overrules_the_shipped_table(clock, monkeypatch, tmp_path):
     shipped = tmp_path / "shipped"
     shipped.mkdir()
-    monkeypatch.setattr(dispatch, "_SHIPPED", shipped)
-    monkeypatch.setattr(dispatch, "_SHIPPED_FOR", {dispatch._device(): "that.json"})
+    monkeypatch.setattr(tables, "_SHIPPED", shipped)
+    monkeypatch.setattr(tables, "_SHIPPED_FOR", {tables._device(): "that.json"})
     call = explained()
-    name = dispatch.key("hopper", call.problem)
+    name = tables.key("hopper", call.problem)
     stages = dataclasses.asdict(call.blocks.forward) | {"stages": 1}
-    dispatch.store(shipped / "that.json", name, {"forward": stages}, {"forward": 1.5})
+    tables.store(shipped / "that.json", name, {"forward": stages}, {"forward": 1.5})
     forget()
     found = explained()
     assert found.blocks.forward.stages == 1
@@ -196,7 +202,7 @@ def test_entries_of_other_calls_stay(clock):
     clock(lambda fields: 1.0)
     fp.autotune(Q, Q, Q)
     fp.autotune(Q, Q, Q, causal=True)
-    entries = json.loads(dispatch.user_path().read_text())["entries"]
+    entries = json.loads(tables.user_path().read_text())["entries"]
     assert len(entries) == 2
     assert all(set(entry) == {"blocks", "gain"} for entry in entries.values())
 
@@ -205,9 +211,9 @@ ADD_ONE = """
 import os, sys, threading
 os.environ["JAX_PLATFORMS"] = "cpu"
 import pathlib
-from flash_pallas.frontend import dispatch
+from flash_pallas.frontend import dispatch, tables
 path, who = pathlib.Path(sys.argv[1]), sys.argv[2]
-add = lambda thread: [dispatch.store(path, f"{who} {thread} {i}", {}, {}) for i in range(10)]
+add = lambda thread: [tables.store(path, f"{who} {thread} {i}", {}, {}) for i in range(10)]
 threads = [threading.Thread(target=add, args=(n,)) for n in range(3)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
@@ -215,12 +221,12 @@ threads = [threading.Thread(target=add, args=(n,)) for n in range(3)]
 
 
 def test_writers_of_other_processes_and_threads_lose_nothing(folder):
-    path = dispatch.user_path()
-    dispatch.lookup("hopper", explained().problem)  # this process has read the table
+    path = tables.user_path()
+    tables.lookup("hopper", explained().problem)  # this process has read the table
     add = [sys.executable, "-c", ADD_ONE, str(path)]
     others = [subprocess.Popen([*add, who], stderr=subprocess.PIPE) for who in "ab"]
     assert [other.communicate(timeout=200)[1] for other in others] == [b"", b""]
-    dispatch.store(path, "mine", {}, {})
+    tables.store(path, "mine", {}, {})
     entries = json.loads(path.read_text())["entries"]
     assert len(entries) == 2 * 3 * 10 + 1
     assert {file.suffix for file in folder.iterdir()} == {".json", ".lock"}, "no draft is left"
@@ -231,7 +237,7 @@ def test_writers_of_other_processes_and_threads_lose_nothing(folder):
 
 def spoilt(text):
     """Writes a user's table with this text."""
-    dispatch.user_path().write_text(text)
+    tables.user_path().write_text(text)
     forget()
 
 
@@ -251,7 +257,7 @@ def spoilt(text):
 def test_a_corrupt_file_is_ignored_with_one_warning_that_names_it(text):
     rules = explained()
     spoilt(text)
-    with pytest.warns(UserWarning, match=dispatch.user_path().name) as seen:
+    with pytest.warns(UserWarning, match=tables.user_path().name) as seen:
         assert explained() == rules
         dispatch.forget_tiles()
         assert explained(causal=True).sources["forward"] == "heuristic"
@@ -259,7 +265,7 @@ def test_a_corrupt_file_is_ignored_with_one_warning_that_names_it(text):
 
 
 def test_a_pipe_in_the_place_of_a_table_is_not_read():
-    os.mkfifo(dispatch.user_path())
+    os.mkfifo(tables.user_path())
     with pytest.warns(UserWarning, match="it is no regular file"):
         assert set(explained().sources.values()) == {"heuristic"}
 
@@ -267,9 +273,9 @@ def test_a_pipe_in_the_place_of_a_table_is_not_read():
 @pytest.mark.parametrize("blocks", [{"forward": [1]}, {"forward": {"stages": None}}], ids=str)
 def test_blocks_of_another_kind_are_ignored_with_a_warning(blocks):
     rules = explained()
-    dispatch.store(dispatch.user_path(), dispatch.key("hopper", rules.problem), blocks, {})
+    tables.store(tables.user_path(), tables.key("hopper", rules.problem), blocks, {})
     forget()
-    with pytest.warns(UserWarning, match=dispatch.user_path().name):
+    with pytest.warns(UserWarning, match=tables.user_path().name):
         assert explained() == rules
 
 
@@ -294,33 +300,33 @@ def test_tiles_that_no_longer_fit_are_ignored_with_a_warning(clock, change):
 def test_a_table_of_another_jax_is_left_alone(clock):
     clock(prefer_64_keys)
     path = fp.autotune(Q, Q, Q).path
-    spoilt(path.read_text().replace(f'"jax": "{dispatch._jax()}"', '"jax": "0.1"'))
+    spoilt(path.read_text().replace(f'"jax": "{tables._jax()}"', '"jax": "0.1"'))
     assert set(explained().sources.values()) == {"heuristic"}
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(clock, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(dispatch.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path / "file"))
     monkeypatch.setattr(tuning, "compiled", lambda *_: pytest.fail("compiled first"))
     with pytest.raises(OSError, match="set FLASH_PALLAS_CACHE_DIR to a folder"):
         fp.autotune(Q, Q, Q)
 
 
 def test_where_the_table_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(dispatch, "_device", lambda: "NVIDIA H100 80GB HBM3")
-    name = f"nvidia_h100_80gb_hbm3_jax{dispatch._jax()}.json"
-    assert dispatch.user_path() == tmp_path / name
-    monkeypatch.delenv(dispatch.CACHE_VARIABLE)
+    monkeypatch.setattr(tables, "_device", lambda: "NVIDIA H100 80GB HBM3")
+    name = f"nvidia_h100_80gb_hbm3_jax{tables._jax()}.json"
+    assert tables.user_path() == tmp_path / name
+    monkeypatch.delenv(tables.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert str(dispatch.user_path()) == f"/x/flash_pallas/{name}"
+    assert str(tables.user_path()) == f"/x/flash_pallas/{name}"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/h")
-    assert str(dispatch.user_path()) == f"/h/.cache/flash_pallas/{name}"
+    assert str(tables.user_path()) == f"/h/.cache/flash_pallas/{name}"
 
 
 def test_a_user_without_a_home_computes_and_is_told_where_to_tune(monkeypatch):
     """Simulates a container that runs with any user id: no variable, no entry in passwd."""
-    for variable in (dispatch.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+    for variable in (tables.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert set(explained().sources.values()) == {"heuristic"}
@@ -364,7 +370,7 @@ def test_what_cannot_be_tuned_is_an_error():
 def test_candidates_can_run_and_the_rules_come_first(shape, causal, deterministic):
     x = jnp.broadcast_to(jnp.bfloat16(0), shape)
     problem = fp.explain(
-        x, x, x, causal=causal, backend="hopper", deterministic=deterministic
+        fp.flash_attention, x, x, x, causal=causal, backend="hopper", deterministic=deterministic
     ).problem
     rules = HOPPER.blocks(problem, None)
     for kernel, those in HOPPER.candidates(problem).items():
@@ -420,7 +426,7 @@ def test_the_real_timer_times_what_compiles(monkeypatch):
     assert [fields for fields, _ in found.times["forward"]] == [{"block_q": 16}, {"block_q": 8}]
     assert all(ms > 0 for timed in found.times.values() for _, ms in timed)
     assert str(found).count(" ms ") == 4 and str(found).count(" <") == 2
-    after = fp.explain(x, x, x, causal=True)
+    after = fp.explain(fp.flash_attention, x, x, x, causal=True)
     assert after.blocks == Tunable().blocks(after.problem, found.blocks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -186,8 +187,15 @@ BAD = {
 }
 
 
+FUNCTIONS = {
+    "attention": fp.flash_attention,
+    "with lse": fp.flash_attention_with_lse,
+    "explain": functools.partial(fp.explain, fp.flash_attention),
+}
+
+
 @pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("function", [fp.flash_attention, fp.flash_attention_with_lse, fp.explain])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_bad_modifiers(case, function):
     keywords, error, message = BAD[case]
     with pytest.raises(error, match=message):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from flash_pallas import explain_varlen, flash_attention_varlen, reference, varlen
+from flash_pallas import explain, flash_attention_varlen, reference, varlen
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.frontend import dispatch, validate
 from flash_pallas.transforms import derivatives
 
+from .checks import explain_on
 from .interpreter import race_checked
 from .test_portable_interpreted import BACKEND as PORTABLE
 
@@ -203,15 +204,13 @@ def test_explain_is_of_the_call_that_runs(whole, shapes, monkeypatch):
     given = x if shapes == "arrays" else jax.ShapeDtypeStruct(x.shape, x.dtype)
     cu = {"cu_seqlens_q": np.array([0, 150, 200 if whole else 190], np.int32)}
     call = cu | {"causal": True, "sinks": jnp.ones(4), "score_mod": lambda s, b, n, i, j: s * 2}
-    seen, select = [], dispatch.select
+    seen, plan = [], dispatch.plan
     monkeypatch.setattr(
-        dispatch,
-        "select",
-        lambda problem, *a, **o: seen.append(problem) or select(problem, *a, **o),
+        dispatch, "plan", lambda problem, *a: seen.append(problem) or plan(problem, *a)
     )
     for mods in (True, False):
         options = call if mods else {name: x for name, x in call.items() if name != "score_mod"}
-        found = explain_varlen(given, given, given, **options, blocks={"block_q": 32})
+        found = explain(flash_attention_varlen, *[given] * 3, **options, blocks={"block_q": 32})
         flash_attention_varlen(x, x, x, **options)
         explained, ran = seen[-2:]
         assert found.problem == explained and found.blocks.block_q == 32
@@ -224,7 +223,9 @@ def test_parts_of_the_queries_have_one_loop():
               ((1024, 32), (1024, 8), (1024, 8), (32768, 32), (32768, 8), (32768, 8))]  # fmt: skip
     cu = jax.ShapeDtypeStruct((9,), jnp.int32)
     few, many = (
-        explain_varlen(*given, cu_seqlens_q=cu, causal=True, gpu="H100").blocks.backward
+        explain_on(
+            "H100", flash_attention_varlen, *given, cu_seqlens_q=cu, causal=True
+        ).blocks.backward
         for given in (shapes[:3], shapes[3:])
     )
     assert few.split_q > 1
@@ -237,11 +238,11 @@ def test_explain_answers_for_gpus_that_are_not_here():
     x = jax.ShapeDtypeStruct((4096, 8, 64), jnp.bfloat16)
     call = {"cu_seqlens_q": jax.ShapeDtypeStruct((9,), jnp.int32), "causal": True}
     names = ("H100", "A100", "B200", None)
-    found = [explain_varlen(x, x, x, **call, gpu=gpu) for gpu in names]
+    found = [explain_on(gpu, flash_attention_varlen, x, x, x, **call) for gpu in names]
     assert [each.backend for each in found] == ["hopper", "portable", "portable", "xla"]
     assert "q [1, 4096, 8, 64]" in str(found[0]) and "cudnn" in found[2].reasons
     with pytest.raises(ValueError, match="alignment is None"):
-        explain_varlen(x, x, x, **call, cu_seqlens_kv=call["cu_seqlens_q"])
+        explain(flash_attention_varlen, x, x, x, **call, cu_seqlens_kv=call["cu_seqlens_q"])
 
 
 @pytest.mark.parametrize(

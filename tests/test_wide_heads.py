@@ -16,6 +16,8 @@ from flash_pallas.backends.hopper.wide.launch import choose_wide
 from flash_pallas.backends.hopper.wide.tiles import KERNELS, WideBlocks, wide_problem
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
+from .checks import explain_on
+
 BACKEND = HopperBackend(capability="9.0")
 WIDTHS = [(512, 512), (384, 384), (320, 288), (512, 64), (64, 512), (448, 256)]
 
@@ -98,7 +100,7 @@ def test_small_blocks_of_a_mask_are_refused():
 
     def explained(block):
         mask = fp.BlockMask.from_dense(visible, block=block)
-        return fp.explain(x, x, x, block_mask=mask, gpu="H200")
+        return explain_on("H200", fp.flash_attention, x, x, x, block_mask=mask)
 
     assert explained((128, 128)).backend == "hopper"
     found = explained((64, 64))

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..api import explain, flash_attention_with_lse
+from ..api import flash_attention_with_lse
 from ..core.block_mask import BlockMask
-from ..decode import explain_decode, flash_decode
-from ..ragged import explain_ragged, ragged_paged_attention
-from ..varlen import explain_varlen, flash_attention_varlen
+from ..decode import flash_decode
+from ..frontend.explain import ExplainedCall, first_call
+from ..ragged import ragged_paged_attention
+from ..varlen import flash_attention_varlen
 from . import dense
 
 EIGHT_BITS = ("int8", "float8_e4m3fn")
@@ -346,23 +347,15 @@ def function_of(row: Row) -> Callable:
     }[row.function]
 
 
-def explained(row: Row, backend: str):
+def explained(row: Row, backend: str) -> ExplainedCall:
     """Returns what `explain` says of the row."""
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in recipes(row).items()}
-    ask = {
-        "attention": explain,
-        "varlen": explain_varlen,
-        "decode": explain_decode,
-        "ragged": explain_ragged,
-    }[row.function]
-    found: list[Any] = []
 
-    def traced(arrays):
+    def call(arrays):
         given, named = arguments(row, arrays)
-        found.append(ask(*given, **named, backend=backend))
+        function_of(row)(*given, **named, backend=backend)
 
-    jax.eval_shape(traced, shapes)
-    return found[0]
+    return first_call(call, shapes)
 
 
 def drawn(row: Row) -> dict[str, np.ndarray]:

@@ -273,7 +273,7 @@ def check_blocks(blocks) -> dict[str, Any] | None:
     if not isinstance(blocks, Mapping) or not all(isinstance(name, str) for name in blocks):
         raise TypeError(
             f"blocks must be None or a dict such as {{'block_q': 128}}, got {blocks!r}; "
-            "flash_pallas.explain(q, k, v) shows the fields and what would run"
+            "flash_pallas.explain(flash_attention, q, k, v) shows the fields and what would run"
         )
     return dict(blocks)
 
@@ -377,28 +377,6 @@ def check_sizes(q, k, v):
         )
 
 
-def of_shapes(function: Callable, *args):
-    """Calls function(*args), where any `jax.ShapeDtypeStruct` in args stands for an array.
-
-    Args:
-        function: returns something that has no arrays in it.
-        *args: trees.
-    """
-    leaves, tree = jax.tree.flatten(args)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
-    found = []
-
-    def traced(arrays):
-        given = dict(zip(places, arrays, strict=True))
-        whole = [given.get(i, x) for i, x in enumerate(leaves)]
-        found.append(function(*jax.tree.unflatten(tree, whole)))
-
-    if not places:
-        return function(*args)
-    jax.eval_shape(traced, [leaves[i] for i in places])
-    return found[0]
-
-
 def of_rank(x, rank: int):
     """Prepends axes of 1 to x up to this rank, or drops one from an x with one too many."""
     if x is None:
@@ -453,7 +431,6 @@ SYNONYMS = (
     "page_table block_table block_tables page_indices",
     "blocks block_sizes kernel_options",
     "backend implementation impl",
-    "gpu device",
 )
 _SEGMENTS = "pass the one array twice; negative ids are padding, and an id of 0 is not"
 _PACKED = "flash_attention_varlen takes q [total, N, H] with cu_seqlens_q and cu_seqlens_kv"
@@ -584,6 +561,7 @@ def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(unexpected(function.__name__, kwargs.keys() - names, names))
         return function(*args, **kwargs)
 
+    checked.makes_one_call = True  # pyright: ignore
     return checked
 
 

@@ -167,7 +167,7 @@ def _num_seqs(value, seqs: int):
 
 def _check_ends(given, num_seqs, tokens: int):
     """Checks the values of cu_q_lens up to num_seqs, where both are known."""
-    # Of what the caller gave: inside `explain_ragged` arrays of ints are traced ones.
+    # Of what the caller gave: arrays of ints are traced ones inside of `explain`.
     if not checks.is_known(given) or not checks.is_known(num_seqs):
         return
     known = checks.known(given)[: int(checks.known(num_seqs).item()) + 1]

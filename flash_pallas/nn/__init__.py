@@ -5,6 +5,9 @@ of Flax, nor do the helpers. The layers live in `flash_pallas.nn.linen` and `fla
 imported on request.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from .._lazy import module_of
 from ._cached import RingCache, ScaledCache
 from ._options import alibi_slopes, segment_positions
 from .attention_fn import attention_fn, causal_attention_fn
@@ -17,3 +20,17 @@ __all__ = [
     "causal_attention_fn",
     "segment_positions",
 ]
+
+_MODULES = ("linen", "nnx")  # they import Flax
+
+if TYPE_CHECKING:
+    from . import linen as linen
+    from . import nnx as nnx
+else:
+
+    def __getattr__(name: str) -> Any:
+        return module_of(__name__, _MODULES, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES])

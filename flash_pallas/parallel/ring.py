@@ -276,9 +276,8 @@ def _with_places(ring: Ring, ahead: int, operands: Operands, part: Operands, cut
 
 
 def _chosen(ring: Ring, spec: AttentionSpec, part: Operands):
-    problem = describe(part, spec)
-    backend = dispatch.select(problem, ring.backend)
-    return backend, backend.blocks(problem, None)
+    plan = dispatch.plan(describe(part, spec), ring.backend, ())
+    return plan.backend, plan.blocks
 
 
 def _either(ring: Ring, step: int, fold, sums, keys):

@@ -26,7 +26,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
-from ...devices import capability_here, takes_first
+from ...devices import capability_here, no_gpu, takes_first
 from ..base import decode_shared as decode_shared_by_two
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
@@ -296,11 +296,8 @@ class HopperBackend:
 
 def _device_reason(capability: str | None) -> str | None:
     if capability is None:
-        if jax.default_backend() != "gpu":
-            return (
-                "needs an NVIDIA GPU of compute capability 9.0; "
-                f"the default backend is {jax.default_backend()}"
-            )
+        if reason := no_gpu("9.0"):
+            return reason
         capability = capability_here()
     if takes_first(capability) != HopperBackend.name:
         return f"needs compute capability 9.0 (H100, H200); this GPU has {capability}"

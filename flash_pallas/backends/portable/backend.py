@@ -25,7 +25,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
-from ...devices import GENERATIONS, capability_here
+from ...devices import GENERATIONS, capability_here, no_gpu
 from ..base import NoSecondOrder, decode_shared
 from ..gpu.launch import refusal
 from ..xla import ragged as xla_ragged
@@ -222,11 +222,8 @@ def _num_sms() -> int:
 
 
 def _device_reason(capability: str | None) -> str | None:
-    if capability is None and jax.default_backend() != "gpu":
-        return (
-            "needs an NVIDIA GPU of compute capability 8.0 or above; "
-            f"the default backend is {jax.default_backend()}"
-        )
+    if capability is None and (reason := no_gpu("8.0 or above")):
+        return reason
     if (capability := capability or capability_here()) not in GENERATIONS:
         return f"needs one of compute capabilities {', '.join(GENERATIONS)}, not {capability}"
     return None

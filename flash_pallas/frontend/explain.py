@@ -1,0 +1,363 @@
+"""What runs the attention calls of a function, and why: `explain`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, overload
+
+import jax
+import numpy as np
+
+from ..backends.base import Backend
+from ..backends.xla import XlaBackend
+from ..core.decode import DecodeProblem
+from ..core.problem import EXTRA_GRADS, Problem
+from ..core.ragged import RaggedProblem
+from ..devices import targeted
+from . import dispatch
+from .dispatch import AnyProblem, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedCall:
+    """The backend and tiles of one attention call, and why not others; `str()` makes text of it.
+
+    Attributes:
+        problem: the shapes.
+        backend: name of the backend that would run; "none" where there is nothing to compute.
+        blocks: its tile sizes.
+        reasons: for every other backend, one sentence saying why it would not run.
+        sources: for every kernel, the source of its tile sizes: "caller", the user's cache or the
+            shipped table with the name of the file, or "heuristic"; also where a table says that
+            the heuristic's were the fastest of those timed.
+        gpu: the GPU of the `target` around; None is what is here.
+        note: what runs, where it is no kernel of this package; None where it is.
+        orders: what runs for tangents and for second derivatives, where differentiable is "any".
+    """
+
+    problem: AnyProblem
+    backend: str
+    blocks: Any
+    reasons: dict[str, str]
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    gpu: str | None = None
+    note: str | None = None
+    orders: str | None = None
+
+    def __str__(self) -> str:
+        whole = p = self.problem
+        if isinstance(whole, RaggedProblem):
+            p = whole.steps
+        function, rows, length = "flash_attention", p.batch, p.kv_len
+        queries = f"{p.batch}, {p.q_len}"
+        if isinstance(p, DecodeProblem):
+            function = "flash_decode"
+            if p.num_pages is not None:
+                rows, length = p.num_pages, p.spec.page_size
+        if isinstance(whole, RaggedProblem):
+            function, queries = "ragged_paged_attention", f"{whole.tokens}"
+        lines = [
+            f"{function} on q [{queries}, {p.q_heads}, {p.head_dim}], "
+            f"k [{rows}, {length}, {p.kv_heads}, {p.head_dim}], "
+            f"v [{rows}, {length}, {p.kv_heads}, {p.v_head_dim}], {p.dtype}"
+            + (f", on {self.gpu}" if self.gpu else ""),
+            f"  runs on: {self.backend}" + (f", {self.blocks}" if self.blocks is not None else ""),
+        ]
+        if isinstance(p, Problem) and p.is_listed:
+            lines.append("  skips blocks of {} queries and {} keys".format(*p.list_block))
+        if isinstance(p, DecodeProblem) and p.spec.shares_prefix:
+            lines.append("  reads shared prefixes once")
+        if self.orders:
+            lines.append(f"  {self.orders}")
+        if self.note:
+            lines.append(f"  which is {self.note}")
+        if self.sources:
+            sources = (f"{kernel}: {source}" for kernel, source in self.sources.items())
+            lines.append(f"  blocks from: {'; '.join(sources)}")
+        return "\n".join(lines + [f"  not on {name}: {why}" for name, why in self.reasons.items()])
+
+
+class Explanation:
+    """What runs the attention calls of a function, and why; its `repr` is a text to read.
+
+    It has the attributes of an `ExplainedCall` too, where all calls agree in them.
+
+    Attributes:
+        calls: an `ExplainedCall` for every call of this package that was traced, in order.
+    """
+
+    calls: tuple[ExplainedCall, ...]
+    if TYPE_CHECKING:
+        problem: AnyProblem
+        backend: str
+        blocks: Any
+        reasons: dict[str, str]
+        sources: dict[str, str]
+        gpu: str | None
+        note: str | None
+        orders: str | None
+
+    def __init__(self, calls: tuple[ExplainedCall, ...]):
+        self.calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in ExplainedCall.__dataclass_fields__:
+            raise AttributeError(f"an Explanation has no attribute {name!r}")
+        if not self.calls:
+            raise AttributeError(f"no attention call was traced, so there is no {name!r}")
+        first, *others = (getattr(call, name) for call in self.calls)
+        if any(other != first for other in others):
+            raise AttributeError(
+                f"the {len(self.calls)} attention calls differ in {name!r}: look at those in .calls"
+            )
+        return first
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Explanation) and self.calls == other.calls
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        if not self.calls:
+            return "no call of flash_pallas was traced"
+        counts = collections.Counter(map(str, self.calls))
+        return "\n".join(
+            text + (f"\n  {count} calls like this one" if count > 1 else "")
+            for text, count in counts.items()
+        )
+
+
+# The first has type checkers compare the arguments with those of the function, which takes arrays.
+@overload
+def explain[**P](
+    function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs
+) -> Explanation: ...
+@overload
+def explain(
+    function: Callable[..., Any], /, *args: jax.ShapeDtypeStruct | None, **kwargs: Any
+) -> Explanation: ...
+def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
+    """Returns which backend and tiles each attention call of a function would run, and why.
+
+    The function is traced with the shapes of its arguments, as by `jax.eval_shape`, and nothing is
+    run. All calls of this package that it makes are reported: those inside of layers, of jitted
+    functions, of gradients. Layers of a `scan` are traced, and reported, once; inside vmap and
+    shard_map the shapes are those that the call sees there.
+
+    Within a `flash_pallas.target`, the answer is for that GPU.
+
+    Args:
+        function: any function that calls attention: `flash_attention`, `flash_decode`, a jitted
+            function, `jax.grad(loss)`, an nnx module, or a linen module, which is initialized.
+        *args: its arguments. Any array may be replaced by a `jax.ShapeDtypeStruct`.
+        **kwargs: its keyword arguments, likewise.
+
+    Returns:
+        An `Explanation`; print it.
+
+    Raises:
+        TypeError: the first argument is no function.
+        ValueError: as the calls do, and every other exception of `function`.
+        UnsupportedByBackend: a backend that a call names cannot run it; the message says why.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import flash_pallas
+        >>> from flash_pallas import explain, flash_attention
+        >>> x = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)
+        >>> with flash_pallas.target("H100"):
+        ...     found = explain(flash_attention, x, x, x, causal=True)
+        >>> found.backend
+        'hopper'
+    """
+    if hasattr(function, "makes_one_call"):
+        return Explanation((first_call(function, *args, **kwargs),))
+    listener = _Calls(_platform((args, kwargs)))
+    _trace(function, args, kwargs, listener)
+    return Explanation(tuple(listener.calls))
+
+
+def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ExplainedCall:
+    """Returns what `explain` says of the first call; nothing after it is traced.
+
+    Arrays are given to the function as they are, so that known lengths are checked.
+    """
+    listener = _Calls(_platform((args, kwargs)), one=True)
+    try:
+        _trace(function, args, kwargs, listener, jax.ShapeDtypeStruct)
+    except _Found:
+        return listener.calls[0]
+    raise ValueError(f"{function} made no attention call")
+
+
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+
+def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls, abstract=_ARRAYS) -> None:
+    """Traces function(*args, **kwargs) with the listener.
+
+    Args:
+        function: as of `explain`.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        listener: what hears its calls.
+        abstract: types of arguments of which only the shape counts.
+    """
+    _check(function, kwargs)
+    leaves, tree = jax.tree.flatten((_callable(function), args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, abstract)]
+
+    def traced(arrays):
+        whole = list(leaves)
+        for place, x in zip(places, arrays, strict=True):
+            whole[place] = x
+        function, args, kwargs = jax.tree.unflatten(tree, whole)
+        function(*args, **kwargs)
+
+    with dispatch.heard_by(listener):
+        if places:
+            jax.eval_shape(traced, [leaves[i] for i in places])
+        else:
+            traced([])
+
+
+def _check(function, kwargs) -> None:
+    if not callable(function) and not hasattr(function, "init_with_output"):
+        what = repr(function)
+        if isinstance(function, _ARRAYS):
+            what = f"an array of shape {function.shape}"
+        raise TypeError(
+            f"explain takes a function first, got {what}: write "
+            "explain(flash_attention, q, k, v, causal=True)"
+        )
+    if "gpu" in kwargs and getattr(function, "__module__", "").startswith(__package__[:12]):
+        raise TypeError(
+            f"explain has no argument 'gpu': write `with flash_pallas.target({kwargs['gpu']!r}):` "
+            "around it"
+        )
+
+
+def _callable(function) -> Any:
+    """Returns what is called: for a linen module, which has no parameters yet, its `init`."""
+    if hasattr(function, "init_with_output") and getattr(function, "scope", None) is None:
+        key = jax.random.key(0)
+        keys = {"params": key, "dropout": key}
+        return lambda *args, **kwargs: function.init_with_output(keys, *args, **kwargs)
+    return function
+
+
+def _platform(tree) -> str | None:
+    """Returns the platform of the arrays in a tree, which tracing does not see."""
+    return dispatch.platform_of(jax.tree.leaves(tree))
+
+
+class _Found(Exception):
+    """Ends tracing after the first call."""
+
+
+class _Calls:
+    """Explains the calls that it hears, and lets them run on blockwise jnp.
+
+    What is traced is not run, and jnp traces in a tenth of the time of a kernel. It takes every
+    call, under every transformation.
+
+    Attributes:
+        platform: that of the caller's arrays.
+        one: whether the first call is enough.
+        calls: what it heard.
+    """
+
+    def __init__(self, platform: str | None, *, one: bool = False):
+        self.platform = platform
+        self.one = one
+        self.calls: list[ExplainedCall] = []
+
+    def plan(
+        self, problem: AnyProblem, name: str, override: dict[str, Any] | None, platform: str | None
+    ) -> Plan:
+        """Notes a call; see `dispatch.Listener`."""
+        self.calls.append(explained(problem, name, override, self.platform or platform))
+        if self.one:
+            raise _Found
+        if dispatch.is_empty(problem):
+            return Plan(problem, None)
+        return dispatch.planned(problem, XlaBackend())
+
+
+def explained(
+    problem: AnyProblem, name: str, override: dict[str, Any] | None, platform: str | None
+) -> ExplainedCall:
+    """Returns what would run a call, and why; the arguments are those of `dispatch.plan`.
+
+    Raises:
+        ValueError: an unknown name, or tile sizes that the backend cannot take.
+        UnsupportedByBackend: as in `dispatch.select`.
+    """
+    dispatch.check_name(name)
+    there = targeted()
+    gpu = None if there is None else there.described
+    if dispatch.is_empty(problem):
+        reasons = dict.fromkeys(
+            dispatch.BACKENDS, "there is no query or no key, so nothing to compute"
+        )
+        return ExplainedCall(problem, "none", None, reasons, gpu=gpu)
+    if there is not None:
+        platform = None  # not here, so wherever the arrays are
+    chosen = dispatch.choose(problem, name, platform, says=False)
+    reasons = _reasons(chosen, problem, name, platform)
+    if isinstance(problem, DecodeProblem):
+        tile = chosen.decode_blocks(problem)
+        return ExplainedCall(problem, chosen.name, tile, reasons, gpu=gpu)
+    if isinstance(problem, RaggedProblem):
+        tile = chosen.ragged_blocks(problem)
+        note = dispatch.of_chunks(chosen, tile)
+        return ExplainedCall(problem, chosen.name, tile, reasons, gpu=gpu, note=note)
+    tile = dispatch.tiles(chosen, problem, override)
+    sources = {} if tile is None else _sources(chosen, problem, override)
+    orders = _orders(chosen, problem, tile) if problem.spec.differentiable == "any" else None
+    return ExplainedCall(problem, chosen.name, tile, reasons, sources, gpu, chosen.note, orders)
+
+
+def _reasons(
+    chosen: Backend, problem: AnyProblem, name: str, platform: str | None
+) -> dict[str, str]:
+    """Returns, by backend that was not chosen, why."""
+    auto = name == dispatch.AUTO
+    not_needed = (
+        f"{chosen.name!r} can run and is preferred" if auto else "another backend was asked for"
+    )
+    refusal = dispatch.passed_over if auto else dispatch.refusal
+    return {
+        other.name: refusal(other, problem, platform) or not_needed
+        for other in dispatch.backends_of(targeted()).values()
+        if other.name != chosen.name
+    }
+
+
+def _orders(chosen: Backend, problem: Problem, tile: Any) -> str:
+    """Says what runs for tangents in all operands and for Hessian-vector products in q, k and v."""
+    qkv = frozenset("qkv")
+    moves = qkv | (problem.features & {*EXTRA_GRADS, "sinks"})
+    by_kernels = (
+        chosen.pushes(problem, tile, moves, primal=False),
+        chosen.pushes_backward(problem, qkv, qkv),
+    )
+    first, second = ("kernels" if there else "blockwise jnp" for there in by_kernels)
+    return f"tangents: {first}; Hessian-vector products: {second}; other orders: blockwise jnp"
+
+
+def _sources(chosen: Backend, problem: Problem, override: dict[str, Any] | None) -> dict[str, str]:
+    """Returns, by kernel, the source of its tile sizes."""
+    kernels = chosen.candidates(problem)
+    if not kernels:
+        return {"all": "caller" if override else "heuristic"}
+    tuned = dispatch.tuned_for(chosen, problem)
+    found = dict.fromkeys(kernels, "heuristic")
+    if tuned is not None:
+        found |= {
+            name: f"heuristic, fastest in {tuned.source}" for name in found if name in tuned.timed
+        }
+        found |= dict.fromkeys(tuned.blocks, tuned.source)
+    return found | dict.fromkeys(override or {}, "caller")
