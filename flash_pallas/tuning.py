@@ -31,9 +31,9 @@ LEAST_GAIN = 1.02
 _log = logging.getLogger("flash_pallas")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Tuning:
-    """Results of `autotune`; `str()` makes a table of them.
+    """Results of `autotune`; its `repr` is a table of them.
 
     Attributes:
         blocks: the tile sizes that this call runs with from now on, as `blocks=` takes them; only
@@ -48,7 +48,7 @@ class Tuning:
     times: dict[str, list[tuple[dict[str, Any], float]]]
     path: pathlib.Path
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [str(self.path)]
         for kernel, timed in self.times.items():
             rules = timed[0][0]

@@ -661,3 +661,21 @@ def test_memory_of_a_gradient_is_linear_in_the_length():
 def test_every_recipe_on_xla(recipe):
     case = Case(recipe, T=260, S=300, B=2, N=4, K=2, H=16, block_mask=recipe)
     checks.assert_matches_oracle(checks.bind("xla"), case)
+
+
+# --- What a notebook shows ------------------------------------------------------------------------
+
+
+def test_its_text_and_its_picture():
+    mask = BlockMask.from_mask_mod(lambda b, n, i, j: (j <= i) & (i < 256), 1, 1, 384, 256)
+    text = (
+        "BlockMask of 384 queries and 256 keys, made from mask_mod: blocks of 128 queries and 128 "
+        "keys, batch 1, heads 1"
+    )
+    assert repr(mask) == str(mask) == f"{text}, 50.0% of the blocks empty"
+    html = mask._repr_html_()
+    assert mask.plot() in html and "50.0%" in html
+    seen = []
+    jax.jit(lambda mask: seen.extend([repr(mask), mask._repr_html_()]))(mask)
+    shapes = jax.eval_shape(lambda: mask)
+    assert [*seen, repr(shapes)] == [text, f"<p>{text}</p>", text]

@@ -250,3 +250,13 @@ def test_pages_that_cannot_be_gathered():
     # Out of range, which would be another page or none, is clipped.
     found = fp.gather_pages(jnp.arange(4.0).reshape(4, 1, 1, 1), jnp.array([[-1, 9]]))
     assert found.ravel().tolist() == [0.0, 3.0]
+
+
+def test_the_text_of_a_cache():
+    cache = fp.KVCache.empty(2, 64, 4, 32, jnp.bfloat16)._replace(lengths=jnp.array([3, 5]))
+    arrays = "k=bfloat16[2, 64, 4, 32], v=bfloat16[2, 64, 4, 32]"
+    assert repr(cache) == f"KVCache({arrays}, lengths=[3, 5], starts=None)"
+    shapes = jax.eval_shape(lambda: cache)
+    assert str([shapes]) == f"[KVCache({arrays}, lengths=int32[2], starts=None)]"
+    ring = fp.nn.RingCache.empty(32, 64, 4, 32, jnp.bfloat16)
+    assert repr(ring).endswith("lengths=int32[32], written=int32[32])")

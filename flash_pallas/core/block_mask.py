@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +40,7 @@ PAIRS_AT_ONCE = 1 << 24
     data_fields=["lists", "traced", "mask"],
     meta_fields=["q_len", "kv_len", "block", "kind"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BlockMask:
     """A mask whose empty blocks cost nothing: the `block_mask` of `flash_attention`.
 
@@ -289,6 +290,32 @@ class BlockMask:
             low, high = (f.reduceat(states, starts, axis) for f in (np.minimum, np.maximum))
             states = np.where(low == high, low, PARTIAL)
         return "\n".join("".join("·▒█"[x] for x in row) for row in states)
+
+    def __repr__(self) -> str:
+        entries, heads = self.lists.shape[:2]
+        text = (
+            f"BlockMask of {self.q_len} queries and {self.kv_len} keys, made from {self.kind}: "
+            f"blocks of {self.block[0]} queries and {self.block[1]} keys, batch {entries}, "
+            f"heads {heads}"
+        )
+        return text + (f", {self.sparsity:.1%} of the blocks empty" if self._is_known else "")
+
+    def _repr_html_(self) -> str:
+        """Returns the picture of the first batch entry and head, for notebooks."""
+        text = html.escape(repr(self))
+        if not self._is_known:
+            return f"<p>{text}</p>"
+        # Square characters, so that the picture has the shape of the mask.
+        style = "line-height: 1em; letter-spacing: 0.4em; font-family: monospace"
+        return f'<p>{text}</p><pre style="{style}">{html.escape(self.plot())}</pre>'
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the lists are computed, and this process has all of them."""
+        if isinstance(self.lists, np.ndarray):
+            return True
+        traced = isinstance(self.lists, jax.core.Tracer)
+        return not traced and getattr(self.lists, "is_fully_addressable", False)
 
     def check(self, q_len: int, kv_len: int, batch: int, heads: tuple[int, int]) -> None:
         """Checks that the mask fits a call.

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..api import flash_attention
-from ..cache import KVCache, append_kv, check_fits, gather_pages, positions
+from ..cache import KVCache, append_kv, check_fits, gather_pages, positions, readable
 from ..core import mesh_axes, rope
 from ..core.decode import QUANTISED, STEP_TOKENS
 from ..core.integers import round_up
@@ -46,6 +46,9 @@ class RingCache(NamedTuple):
     v: Any
     lengths: Any
     written: Any = None
+
+    def __repr__(self) -> str:
+        return readable(self)
 
     @classmethod
     def empty(
@@ -97,6 +100,9 @@ class ScaledCache(NamedTuple):
     k_scale: Any
     v_scale: Any
     starts: Any = None
+
+    def __repr__(self) -> str:
+        return readable(self)
 
     @classmethod
     def empty(
