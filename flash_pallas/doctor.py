@@ -22,7 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import conformance, devices
+from . import conformance
+from . import devices as devices_
 from ._version import __version__
 from .api import flash_attention
 from .coverage import command as coverage
@@ -38,6 +39,8 @@ PLUGINS = {
     "13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
 }
 OLDEST_DRIVER = {"12": 525, "13": 580}
+# What to install: on Hopper or not, with a driver for CUDA 13 or not.
+_EXTRAS = {True: ("hopper-cuda12", "hopper"), False: ("cuda12", "cuda13")}
 SMOKE = ("causal", "GQA", "window", "bias", "packed documents", "softcap", "sinks")
 READINGS = 7
 CALLS = 50  # in one program on a GPU: 40 ms on an H200, next to which the host's share is nothing
@@ -87,11 +90,13 @@ def driver() -> list[dict[str, str]]:
 def installed(found: dict[str, str], gpus: list[dict[str, str]]) -> Iterator[Finding]:
     """Yields whether the versions fit each other and the driver, and whether JAX sees the GPUs."""
     here = [(cuda, names) for cuda, names in PLUGINS.items() if names[0] in found]
-    parts = ["jaxlib", *(name for _, names in here for name in names)]
-    other = [name for name in parts if found.get(name) != found["jax"]]
+    # jax itself says at import which jaxlib it takes, an older one among them.
+    parts = [name for _, names in here for name in names]
+    other = [name for name in parts if found.get(name) != found["jaxlib"]]
     told = ", ".join(f"{name} {found.get(name, 'missing')}" for name in other)
-    fix = f"jax is {found['jax']}, but {told}: install all of one version"
-    yield Finding("versions", not other, fix if other else f"jax and its parts are {found['jax']}")
+    fix = f"jaxlib is {found['jaxlib']}, but {told}: install all of one version"
+    right = f"jax is {found['jax']}, jaxlib and its plugins {found['jaxlib']}"
+    yield Finding("versions", not other, fix if other else right)
     if len(here) > 1:
         yield Finding("CUDA", False, "the plugins of both versions are installed: remove one")
     release = int(gpus[0]["driver_version"].partition(".")[0]) if gpus else 0
@@ -100,10 +105,10 @@ def installed(found: dict[str, str], gpus: list[dict[str, str]]) -> Iterator[Fin
         fix = "" if enough else f", which is too old: it needs {OLDEST_DRIVER[cuda]} or newer"
         yield Finding("driver", enough, f"{gpus[0]['driver_version']} for {names[0]}{fix}")
     yield _device(gpus, has_plugin=bool(here), newest=release >= OLDEST_DRIVER["13"])
-    if gpus and devices.takes_first(gpus[0]["compute_cap"]) == "hopper":
+    if gpus and devices_.takes_first(gpus[0]["compute_cap"]) == "hopper":
         slow = tuple(map(int, found["jaxlib"].split(".")[:2])) >= (0, 12)
-        told = "the Hopper kernels run in a slower form; with 'jax<0.12' they do not"
-        yield Finding("jax for Hopper", True, told if slow else "the fastest that is known")
+        told = "the Hopper kernels run in a slower form; with 'jaxlib<0.12' they do not"
+        yield Finding("jaxlib for Hopper", True, told if slow else "the fastest that is known")
 
 
 def _device(gpus: list[dict[str, str]], *, has_plugin: bool, newest: bool) -> Finding:
@@ -113,7 +118,8 @@ def _device(gpus: list[dict[str, str]], *, has_plugin: bool, newest: bool) -> Fi
     except RuntimeError as error:
         return Finding("device", False, f"JAX has none: {str(error).splitlines()[0]}")
     if gpus and devices[0].platform == "cpu":
-        extra = "cuda13" if newest else "cuda12"
+        hopper = devices_.takes_first(gpus[0]["compute_cap"]) == "hopper"
+        extra = _EXTRAS[hopper][newest]
         fix = "its warnings above say why" if has_plugin else f"pip install 'flash_pallas[{extra}]'"
         return Finding("device", False, f"{gpus[0]['name']}, but JAX runs on the CPU: {fix}")
     kind, platform = devices[0].device_kind, devices[0].platform
@@ -170,7 +176,7 @@ def timing() -> dict[str, Any]:
     ms = (min(more) - min(fewer)) / calls
     batch, length, heads, head_dim = sizes
     flops = 4 * batch * heads * head_dim * length * (length + 1) / 2
-    device = devices.known(jax.devices()[0].device_kind)
+    device = devices_.known(jax.devices()[0].device_kind)
     return {
         "call": f"causal forward, {jnp.dtype(dtype).name} {list(sizes)}",
         "measured": f"device time: {2 * calls} calls in one program less {calls}, per call",

@@ -64,7 +64,7 @@ def autotune(q, k, v, *, backend="auto", blocks=None, **options) -> Tuning:
     """Times tile sizes of `flash_attention` for one call and stores those that beat the rules'.
 
     From then on this process, and every later one of the same user on the same kind of device and
-    minor version of jax, runs exactly this call with them: the same sizes, dtypes, masks and
+    minor version of jaxlib, runs exactly this call with them: the same sizes, dtypes, masks and
     options. Programs compiled before do not change. Results change by no more than rounding, as
     with `blocks=`. It takes a second for each of about a dozen tile sizes, most of it to compile.
 

@@ -312,8 +312,8 @@ def test_explain_answers_for_a_gpu_that_is_not_here(name, backend):
 
 def test_explain_elsewhere_reads_the_tables_of_that_device(monkeypatch, tmp_path):
     monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(tables, "_jax", lambda: "0.11")  # that of the shipped table
-    tables._read.cache_clear()  # it may have been read as that of another jax
+    monkeypatch.setattr(tables, "_jaxlib", lambda: "0.11")  # that of the shipped table
+    tables._read.cache_clear()  # it may have been read as that of another jaxlib
     dispatch.forget_tiles()
     found = explain_on("H200", fp.flash_attention, SHAPE, SHAPE, SHAPE)
     table = "shipped table nvidia_h200.json"

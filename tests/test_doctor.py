@@ -42,18 +42,22 @@ def test_a_machine_where_all_is_well(monkeypatch):
 def test_parts_of_another_version(monkeypatch):
     found = wrong({**VERSIONS, **PLUGIN, "jax-cuda13-pjrt": "0.11.1"}, [H100], monkeypatch)
     assert found == {
-        "versions": "jax is 0.11.2, but jax-cuda13-pjrt 0.11.1: install all of one version"
+        "versions": "jaxlib is 0.11.2, but jax-cuda13-pjrt 0.11.1: install all of one version"
     }
+    # The extra `hopper`: jax takes an older jaxlib, and its plugins are those of jaxlib.
+    assert not wrong({**VERSIONS, **PLUGIN, "jax": "0.12.0.1"}, [H100], monkeypatch)
     assert set(wrong(VERSIONS | PLUGIN | PLUGIN_12, [H100], monkeypatch)) == {"CUDA"}
 
 
 def test_a_gpu_that_jax_does_not_use(monkeypatch):
     found = wrong(VERSIONS, [H100], monkeypatch, "cpu")
     assert found["device"] == (
-        "NVIDIA H100, but JAX runs on the CPU: pip install 'flash_pallas[cuda13]'"
+        "NVIDIA H100, but JAX runs on the CPU: pip install 'flash_pallas[hopper]'"
     )
     assert found.keys() == {"device"}
-    assert "flash_pallas[cuda12]" in wrong(VERSIONS, [OLD], monkeypatch, "cpu")["device"]
+    for capability, extra in (("9.0", "hopper-cuda12"), ("8.0", "cuda12")):
+        gpu = OLD | {"compute_cap": capability}
+        assert f"flash_pallas[{extra}]" in wrong(VERSIONS, [gpu], monkeypatch, "cpu")["device"]
     assert "warnings" in wrong(VERSIONS | PLUGIN, [H100], monkeypatch, "cpu")["device"]
 
 
@@ -64,11 +68,11 @@ def test_a_driver_that_is_too_old(monkeypatch):
     }
 
 
-@pytest.mark.parametrize(("version", "told"), [("0.11.2", "fastest"), ("0.12.0.1", "jax<0.12")])
+@pytest.mark.parametrize(("version", "told"), [("0.11.2", "fastest"), ("0.12.0.1", "jaxlib<0.12")])
 def test_the_form_of_the_hopper_kernels_is_told(version, told, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     found = dict.fromkeys(("jax", "jaxlib", *PLUGIN), version)
-    (hopper,) = (x for x in doctor.installed(found, [H100]) if x.name == "jax for Hopper")
+    (hopper,) = (x for x in doctor.installed(found, [H100]) if x.name == "jaxlib for Hopper")
     assert hopper.ok and told in hopper.detail
 
 

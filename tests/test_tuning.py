@@ -247,7 +247,7 @@ def spoilt(text):
         "{",
         "[]",
         '{"format": 0}',
-        '{"format": 1, "jax": "0", "entries": {"a": 1}}',
+        '{"format": 1, "jaxlib": "0", "entries": {"a": 1}}',
         "\x00",
         "[" * 200_000,
         '{"a":' * 200_000,
@@ -300,7 +300,7 @@ def test_tiles_that_no_longer_fit_are_ignored_with_a_warning(clock, change):
 def test_a_table_of_another_jax_is_left_alone(clock):
     clock(prefer_64_keys)
     path = fp.autotune(Q, Q, Q).path
-    spoilt(path.read_text().replace(f'"jax": "{tables._jax()}"', '"jax": "0.1"'))
+    spoilt(path.read_text().replace(f'"jaxlib": "{tables._jaxlib()}"', '"jaxlib": "0.1"'))
     assert set(explained().sources.values()) == {"heuristic"}
 
 
@@ -314,7 +314,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(clock, monk
 
 def test_where_the_table_is(monkeypatch, tmp_path):
     monkeypatch.setattr(tables, "_device", lambda: "NVIDIA H100 80GB HBM3")
-    name = f"nvidia_h100_80gb_hbm3_jax{tables._jax()}.json"
+    name = f"nvidia_h100_80gb_hbm3_jaxlib{tables._jaxlib()}.json"
     assert tables.user_path() == tmp_path / name
     monkeypatch.delenv(tables.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")

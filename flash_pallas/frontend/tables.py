@@ -1,6 +1,6 @@
 """Tables of tuned tile sizes: the user's, which `autotune` writes, and the shipped one.
 
-A table belongs to one kind of device and one minor version of jax (whose compiler decides what a
+A table belongs to one kind of device and one minor version of jaxlib (whose compiler decides what a
 tile costs), and names each call by everything that is static in it, so it says nothing of calls
 that were not timed. Its entries are what a caller could have passed as `blocks=`.
 """
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jaxlib.version
 
 from ..core.problem import Problem
 
@@ -100,7 +101,7 @@ def _tables(device: str | None) -> list[pathlib.Path]:
 
 
 def user_path(kind: str | None = None) -> pathlib.Path:
-    """Returns the path of the user's table for a kind of device (None: the one here) and this jax.
+    """Returns the path of the user's table for a kind of device and this jaxlib; None: the one here.
 
     It is in the folder that FLASH_PALLAS_CACHE_DIR names, else in flash_pallas under XDG_CACHE_HOME
     or ~/.cache.
@@ -131,7 +132,7 @@ def _user_folder() -> pathlib.Path | None:
 
 def _file_name(kind: str | None) -> str:
     device = re.sub(r"[^a-z0-9]+", "_", (kind or _device()).lower()).strip("_")
-    return f"{device}_jax{_jax()}.json"
+    return f"{device}_jaxlib{_jaxlib()}.json"
 
 
 def store(path: pathlib.Path, name: str, blocks: dict[str, Any], gain: dict[str, float]) -> None:
@@ -152,7 +153,7 @@ def store(path: pathlib.Path, name: str, blocks: dict[str, Any], gain: dict[str,
     draft = path.with_suffix(".draft")
     with _only_writer(path):
         entries = {**_entries(path), name: {"blocks": blocks, "gain": gain}}
-        table = {"format": FORMAT, "device": _device(), "jax": _jax(), "entries": entries}
+        table = {"format": FORMAT, "device": _device(), "jaxlib": _jaxlib(), "entries": entries}
         try:
             draft.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
             draft.replace(path)
@@ -220,12 +221,12 @@ def _entries(path: pathlib.Path) -> dict[str, Any]:
     except RecursionError:
         ignore(path, "it is nested too deeply")
         return {}
-    # What another compiler made of these tiles says nothing. The shipped table has one jax.
-    return table["entries"] if table["jax"] == _jax() else {}
+    # What another compiler made of these tiles says nothing. The shipped table has one jaxlib.
+    return table["entries"] if table["jaxlib"] == _jaxlib() else {}
 
 
 def _well_formed(table) -> bool:
-    if not isinstance(table, dict) or table.get("format") != FORMAT or "jax" not in table:
+    if not isinstance(table, dict) or table.get("format") != FORMAT or "jaxlib" not in table:
         return False
     entries = table.get("entries")
     return isinstance(entries, dict) and all(
@@ -238,5 +239,5 @@ def _device() -> str:
     return jax.devices()[0].device_kind
 
 
-def _jax() -> str:
-    return ".".join(jax.__version__.split(".")[:2])
+def _jaxlib() -> str:
+    return ".".join(map(str, jaxlib.version.__version_info__[:2]))

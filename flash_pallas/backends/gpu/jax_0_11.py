@@ -1,4 +1,4 @@
-"""Repairs of Mosaic GPU in jax 0.11, which compiles most kernels best; jax 0.12 has both of them.
+"""Repairs of Mosaic GPU in jax 0.11; jax 0.12 has both of them.
 
 - Each kernel is numbered in its process, and its digest is of that number too. The forward of a
   training step was compiled again after that of an evaluation, and JAX's persistent cache did not
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 
-import jaxlib.version
+import jax
 from jax.experimental.mosaic.gpu import constraints
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-NEEDED = jaxlib.version.__version_info__ < (0, 12)
+NEEDED = jax.__version_info__ < (0, 12)
 SORTING = "compute_transitively_equal_vars"  # of constraints
 
 
