@@ -101,7 +101,7 @@ def _tables(device: str | None) -> list[pathlib.Path]:
 
 
 def user_path(kind: str | None = None) -> pathlib.Path:
-    """Returns the path of the user's table for a kind of device and this jaxlib; None: the one here.
+    """Returns the path of the user's table for a kind of device (None: this one) and this jaxlib.
 
     It is in the folder that FLASH_PALLAS_CACHE_DIR names, else in flash_pallas under XDG_CACHE_HOME
     or ~/.cache.
