@@ -11,7 +11,7 @@ WORKERS ?= 2
 # test, and the others have no cores for kernels that are compiled ahead.
 GPU_ENV := FLASH_PALLAS_COMPILE_AHEAD=0 XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-cuda12 package fuzz-lowering coverage-check test-gpu test-gpus fuzz-gpu coverage-gpu sanitize-gpu bench docs clean
+.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-hopper compile-check-cuda12 package fuzz-lowering coverage-check test-gpu test-gpus fuzz-gpu coverage-gpu sanitize-gpu bench docs clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
@@ -22,6 +22,7 @@ help:
 	@echo "make compile-check  compile kernels to SASS without a GPU: all for Hopper, a part for others;"
 	@echo "                    with PART=n the plain ones of head dims 64 and 128, and a fourth of the rest"
 	@echo "make compile-check-0.12  a part of it with jax 0.12"
+	@echo "make compile-check-hopper  a part of it with jax 0.12 and jaxlib 0.11, as the extra hopper has them"
 	@echo "make compile-check-cuda12  a part of it with the compiler of CUDA 12"
 	@echo "make package        wheel and source distribution: built, checked, installed and tried"
 	@echo "make fuzz-lowering  random calls lowered without a GPU: COUNT=2000 SEED=1 of each kind"
@@ -85,6 +86,11 @@ compile-check-0.12:
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal" "ward 512 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 256 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --target a100 --only "128 bfloat16 causal"
+
+# A part of it with the newest jax and jaxlib 0.11, as the extra hopper has them.
+compile-check-hopper:
+	@VENV=$(VENV)-hopper CONSTRAINTS=.ci/constraints-hopper.txt bash .ci/setup compile
+	$(VENV)-hopper/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal" "ward 64 bfloat16 causal"
 
 # A part of it with ptxas 12.9, which the extra cuda12 brings. Rows that spill more than with CUDA 13
 # are in docs/limits.md.
