@@ -1,8 +1,8 @@
 """The table of features that says what runs where, generated from the backends' answers.
 
-`python -m tests.feature_table` writes it into docs/which-kernel-runs.md, and the tables of what has
-run on which GPU, generated from benchmarks/results/gpu_coverage*.json, there, into README.md and into
-docs/index.md; tests/test_readme.py compares.
+`python -m tests.feature_table` writes it into docs/which-kernel-runs.md. It also writes what has
+run on which GPU, generated from benchmarks/results/gpu_coverage*.json, into that page, README.md
+and docs/index.md. tests/test_readme.py compares.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def table(name: str, rows_of: str | None = None) -> list[str]:
 
 
 def _named(cell: str) -> str:
-    """Returns a cell with the name of a provider as readers know it; a shape may break at a comma."""
+    """Returns a cell with names that readers know; a shape may break at a comma."""
     first, comma, rest = cell.partition(",")
     return NAMES.get(first, first) + comma + rest.replace(",", ",<wbr>")
 

@@ -3,7 +3,8 @@
     python docs/_scripts/screenshots.py build/site [--shots FOLDER] [--pages WORD ...]
 
 It fails where a page is wider than the screen, breaks code in a table inside a word, asks another
-host for anything, logs an error or lacks a file. With --shots it writes a PNG of each page and width.
+host for anything, logs an error or lacks a file. With --shots it writes a PNG of each page and
+width.
 """
 
 from __future__ import annotations
