@@ -40,6 +40,7 @@ def table(name: str, rows_of: str | None = None) -> list[str]:
     rows = [[x.strip() for x in line.split("|")[1:-1]] for line in found.splitlines()]
     if rows[0][1:3] == ["mask", "pass"]:  # one narrow column of two, for a phone
         rows = [[row[0], " ".join(row[1:3]), *row[3:]] for row in rows]
+        rows[0][1] = "call"
     kept = [i for i, x in enumerate(rows[0]) if x not in LEFT_OUT and not x.startswith("GiB")]
     head = [[_named(rows[0][i]) for i in kept], ["---"] * len(kept)]
     body = rows[2:]
