@@ -1,8 +1,8 @@
 """The table of features that says what runs where, generated from the backends' answers.
 
-`python -m tests.feature_table` writes it into docs/which-kernel-runs.md, and the table of what has
-run on which GPU, generated from benchmarks/results/gpu_coverage*.json; tests/test_readme.py
-compares.
+`python -m tests.feature_table` writes it into docs/which-kernel-runs.md. It also writes what has
+run on which GPU, generated from benchmarks/results/gpu_coverage*.json, into that page, README.md
+and docs/index.md. tests/test_readme.py compares.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flash_pallas import BlockMask
+from flash_pallas import BlockMask, devices
 from flash_pallas.backends.cudnn import OLDEST, CudnnBackend
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
@@ -26,15 +26,15 @@ from flash_pallas.core import ragged
 from flash_pallas.core.decode import QUANTISED
 from flash_pallas.core.decode import describe as describe_decode
 from flash_pallas.coverage.calls import Row
+from flash_pallas.coverage.rows import TARGETS
 from flash_pallas.frontend import validate, validate_decode, validate_ragged
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.frontend.validate_decode import DecodeArguments
 from flash_pallas.frontend.validate_ragged import RaggedArguments
 
-PAGE = Path(__file__).parent.parent / "docs" / "which-kernel-runs.md"
-MARKED = re.compile(r"(<!-- table:features -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-COVERED = re.compile(r"(<!-- table:coverage -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-RESULTS = PAGE.parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "which-kernel-runs.md"
+RESULTS = ROOT / "benchmarks" / "results"
 
 B, T, S, N = 2, 16, 32, 4
 _IDS = {
@@ -243,12 +243,101 @@ def coverage() -> str:
     return "\n".join(lines) + "\n"
 
 
-def on_page(marked: re.Pattern = MARKED) -> str:
-    """Returns the same lines as the page has them."""
-    (found,) = marked.findall(PAGE.read_text())
+# GPUs that the table of devices does not name, by compute capability.
+OTHERS = {
+    "8.6": ("A40", "RTX 30 series"),
+    "8.9": ("L4", "RTX 40 series"),
+    "9.0": ("GH200",),
+    "10.0": ("GB200",),
+    "10.3": ("B300", "GB300"),
+    "12.0": ("RTX 50 series",),
+    "12.1": ("GB10",),
+}
+# What "auto" runs, by the backends that it chooses from.
+RUNS = {
+    ("hopper", "portable"): "Hopper kernels",
+    ("cudnn", "portable"): "cuDNN where it can, else portable kernels; float32 in `jnp`",
+    ("portable",): "portable kernels; float32 in `jnp`",
+}
+ELSEWHERE = (
+    ("CPU", "blockwise `jnp`", "yes, in every test"),
+    ("TPU, AMD GPUs, older NVIDIA GPUs", "blockwise `jnp`, slower than a kernel", "no"),
+)
+
+
+def gpus() -> str:
+    """Returns the lines that say, for each device, what runs and whether it has run there."""
+    lines = [
+        "| your device | what runs | has it run there? | TFLOP/s |",
+        "| --- | --- | --- | --- |",
+    ]
+    here = _right_calls()
+    order = {backends: i for i, backends in enumerate(RUNS)}
+    kinds = collections.defaultdict(list)  # of GPUs with the same row
+    for capability, kind in devices.GENERATIONS.items():
+        kinds[kind.backends, kind.shared_memory].append(capability)
+    for (backends, shared), capabilities in sorted(kinds.items(), key=lambda x: order[x[0][0]]):
+        known = [x for x in devices.DEVICES.values() if x.capability in capabilities]
+        names = [_short(x.kind) for x in known]
+        names += [x for c in capabilities for x in OTHERS.get(c, ()) if x not in names]
+        speeds = [f"{_short(x.kind)}: {x.tflops}" for x in known if x.tflops]
+        ran = sorted({gpu for gpu, capability, _ in here if capability in capabilities})
+        told = f"{', '.join(names)} ({', '.join(capabilities)})"
+        if ran:
+            calls = sum(here[key] for key in here if key[0] in ran and key[2] == backends[0])
+            says = f"yes; on an {' and '.join(ran)}, {calls:,} calls are right"
+        else:
+            calls = _with_tiles_of(here, shared)
+            says = f"no; on an H200, {calls:,} calls with its tile sizes are right"
+        lines.append(f"| {told} | {RUNS[backends]} | {says} | {', '.join(speeds) or '-'} |")
+    lines += [f"| {' | '.join(row)} | - |" for row in ELSEWHERE]
+    return "\n".join(lines) + "\n"
+
+
+def _short(kind: str) -> str:
+    """Returns the name of a GPU without vendor, family and memory."""
+    return re.sub(r"NVIDIA |GeForce |[- ](SXM\d-)?\S*GB\b.*", "", kind)
+
+
+def _right_calls() -> collections.Counter[tuple[str, str, str]]:
+    """Counts the calls that are right, by (GPU, its compute capability, kernels)."""
+    found = collections.Counter()
+    for path in sorted(RESULTS.glob("gpu_coverage*.json")):
+        report = json.loads(path.read_text())
+        for key, (_, _, verdict) in report["rows"].items():
+            assert verdict == "right", f"{path.name}: {key} is {verdict}"
+            found[_short(report["device"]), report["capability"], Row.parse(key).target] += 1
+    return found
+
+
+def _with_tiles_of(here: collections.Counter, shared: int) -> int:
+    """Counts the calls of portable kernels with the tiles of an amount of shared memory."""
+    names = {name for name in TARGETS if name.endswith(f"-{shared // devices.KB}")}
+    return sum(calls for (gpu, _, name), calls in here.items() if gpu == "H200" and name in names)
+
+
+# By name of a generated block: the lines between its markers, and the documents that have it.
+BLOCKS = {
+    "features": (table, (PAGE,)),
+    "coverage": (coverage, (PAGE,)),
+    "gpus": (gpus, (ROOT / "README.md", ROOT / "docs" / "index.md")),
+}
+
+
+def marked(name: str) -> re.Pattern[str]:
+    """Returns the pattern of a generated block: its marker, its lines, the end."""
+    return re.compile(rf"(<!-- table:{name} -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def on_page(name: str, page: Path) -> str:
+    """Returns the lines of a generated block as a document has them."""
+    (found,) = marked(name).findall(page.read_text())
     return found[1]
 
 
 if __name__ == "__main__":
-    for marked, lines in ((MARKED, table()), (COVERED, coverage())):
-        PAGE.write_text(marked.sub(rf"\g<1>{lines}\g<3>", PAGE.read_text()))
+    for name, (make, pages) in BLOCKS.items():
+        lines = make()
+        for page in pages:
+            text = marked(name).sub(lambda x, lines=lines: x[1] + lines + x[3], page.read_text())
+            page.write_text(text)

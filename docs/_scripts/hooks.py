@@ -1,9 +1,13 @@
-"""Hooks of MkDocs: pictures and tables take the place of their markers while the site is built."""
+"""Hooks of MkDocs: pictures and tables take the place of their markers while the site is built.
+
+The header of every page links to the code once hatch_build.py knows the address of the repository.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +16,13 @@ HERE = Path(__file__).parent
 MARKERS = {"<!-- picture:": "pictures", "<!-- results:": "performance"}
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def on_config(config):
+    """Sets the address of the code, of which the package's metadata has the one copy."""
+    text = (HERE.parent.parent / "hatch_build.py").read_text()
+    config["repo_url"] = re.findall('^REPOSITORY = "(.*)"$', text, re.MULTILINE)[0] or None
+    return config
 
 
 def on_page_markdown(markdown: str, **_) -> str:

@@ -2,8 +2,9 @@
 
     python docs/_scripts/screenshots.py build/site [--shots FOLDER] [--pages WORD ...]
 
-It fails where a page is wider than the screen, asks another host for anything, logs an error or
-lacks a file. With --shots it writes a PNG of each page and width.
+It fails where a page is wider than the screen, breaks code in a table inside a word, asks another
+host for anything, logs an error or lacks a file. With --shots it writes a PNG of each page and
+width.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDEST = """
 () => [...document.querySelectorAll("body *")].filter(
   (e) => e.getBoundingClientRect().right > innerWidth + 1
-    && !e.closest(".fp-scroll, pre, nav, dialog")
+    && !e.closest(".md-typeset__scrollwrap, pre, nav, dialog")
 ).slice(0, 3).map((e) => e.tagName + "." + e.className).join(" ")
+"""
+# Code in tables that takes more lines than it has words.
+BROKEN = """
+() => [...document.querySelectorAll("table code")].filter(
+  (e) => e.getClientRects().length > e.textContent.trim().split(/\\s+/).length
+).slice(0, 3).map((e) => e.textContent).join(", ")
 """
 
 
@@ -48,6 +55,8 @@ def faults_of(context: sync_api.BrowserContext, home: str, path: str, shot: Path
     width, screen = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     if width > screen:
         found.append(f"is {width} px wide on a screen of {screen}: {page.evaluate(WIDEST)}")
+    if broken := page.evaluate(BROKEN):
+        found.append(f"breaks code inside a word: {broken}")
     if shot:
         page.screenshot(path=shot)
     page.close()

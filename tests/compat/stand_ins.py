@@ -161,6 +161,19 @@ def memory_efficient_attention(q, k, v, attn_bias):
     return formulas.attention(q, k, v, visible=attn_bias.visible(q, k))[0]
 
 
+def make_attn_mask(input_mask, mask_ar):
+    """Computes openpi's mask [B, T, S]: valid tokens whose running sum of mask_ar is not above."""
+    order = jnp.broadcast_to(jnp.cumsum(mask_ar, axis=-1), input_mask.shape)
+    seen = order[:, None, :] <= order[:, :, None]
+    return seen & input_mask[:, None, :] & input_mask[:, :, None]
+
+
+def masked(q, k, v, mask, bias=0.0):
+    """Computes attention of [B, T, N, H] with a bias and a mask that broadcast to [B, N, T, S]."""
+    mask = mask[:, None] if mask.ndim == 3 else mask
+    return formulas.attention(q, k, v, visible=mask, change=lambda score: score + bias)[0]
+
+
 def of_reference(make: Callable) -> Callable:
     """Returns the maker of a kernel by jax's own reference of splash attention."""
 
@@ -198,5 +211,10 @@ NAMES: dict[str, dict[str, Any]] = {
         "memory_efficient_attention": memory_efficient_attention,
         "LowerTriangularMask": LowerTriangularMask,
         "BlockDiagonalMask": BlockDiagonalMask,
+    },
+    "openpi and AlphaFold 3": {
+        "make_attn_mask": make_attn_mask,
+        "attention": masked,
+        "dot_product_attention": masked,
     },
 }

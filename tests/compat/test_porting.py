@@ -21,6 +21,8 @@ SNIPPETS = {f"{x.library}: {x.title}": x for x in porting.snippets()}
         "Splash attention: Heads with masks of their own",
         "jax.nn and Flax: Lengths and a local window",
         "Tokamax, keras and xFormers: Tokamax",
+        "openpi and AlphaFold 3: openpi's `mask_ar`",
+        "openpi and AlphaFold 3: AlphaFold 3's pair bias with a mask",
     ]
 )
 @pytest.mark.parametrize("name", SNIPPETS)
