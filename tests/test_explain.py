@@ -1,4 +1,4 @@
-"""What `explain` says of any function: layers, jitted functions, gradients, models."""
+"""Tests of `explain` on any function: layers, jitted functions, gradients, models."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ class BlockMask:
 
     @property
     def _is_known(self) -> bool:
-        """Whether the lists are computed, and this process has all of them."""
+        """True if the lists are computed, and this process has all of them."""
         if isinstance(self.lists, np.ndarray):
             return True
         traced = isinstance(self.lists, jax.core.Tracer)

@@ -42,7 +42,7 @@ _log = logging.getLogger("flash_pallas")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What runs a call: `explain` reads it, and the call then runs by it.
+    """Backend and tiles of a call: `explain` reads them, and the call runs by them.
 
     Attributes:
         problem: the shapes.

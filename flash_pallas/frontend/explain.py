@@ -1,4 +1,4 @@
-"""What runs the attention calls of a function, and why: `explain`."""
+"""`explain`: which backend runs each attention call of a function, and why."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ExplainedCall:
 
 
 class Explanation:
-    """What runs the attention calls of a function, and why; its `repr` is a text to read.
+    """The backends of the attention calls of a function, and why; its `repr` is a text to read.
 
     It has the attributes of an `ExplainedCall` too, where all calls agree in them.
 
