@@ -6,7 +6,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Required, TypedDict, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    NamedTuple,
+    Required,
+    TypedDict,
+    Unpack,
+    overload,
+)
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +33,59 @@ from .frontend.validate_decode import cache_scale
 from .frontend.validate_ragged import RaggedArguments, places_of
 from .typing import AnyArray, Array, Float, Int, Integer
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
 
-class KVCache(NamedTuple):
+    Values = TypeVar("Values", bound=Array | None, default=Array)
+else:
+    from typing import TypeVar
+
+    Values = TypeVar("Values")
+
+
+class KVCache(NamedTuple, Generic[Values]):  # noqa: UP046, as its parameter has a default
     """Keys and values of the tokens so far; a tuple of the first three will do in its place.
 
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H].
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv]. None: they are the first columns of
-            k, as `v_head_dim` of `flash_decode` says (multi-head latent attention).
+            k, as `v_head_dim` of `flash_decode` says (multi-head latent attention). The type of
+            such a cache is KVCache[None].
         lengths: int32 [B], number of tokens of each sequence, padding on the left included.
         starts: int32 [B], number of tokens on the left that are padding, which `flash_decode` is to
             hide: pass them as its `kv_starts`. None is no padding.
     """
 
     k: Array
-    v: Array | None
+    v: Values
     lengths: Int[Array, " B"]
     starts: Int[Array, " B"] | None = None
 
+    @overload
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        starts: Array | None = None,
+        shared: Literal[False] = False,
+    ) -> KVCache[Array]: ...
+    @overload
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        starts: Array | None = None,
+        *,
+        shared: Literal[True],
+    ) -> KVCache[None]: ...
     @classmethod
     def empty(
         cls,
@@ -51,17 +96,18 @@ class KVCache(NamedTuple):
         dtype: DTypeLike,
         starts: Int[Array, " B"] | None = None,
         shared: bool = False,
-    ) -> KVCache:
+    ) -> KVCache[Any]:
         """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet.
 
         With `shared` the values are columns of the keys, and v is None.
         """
         zeros = lambda: jnp.zeros((batch, length, kv_heads, head_dim), dtype)
-        return cls(zeros(), None if shared else zeros(), jnp.zeros(batch, jnp.int32), starts)
+        values: Any = None if shared else zeros()
+        return cls(zeros(), values, jnp.zeros(batch, jnp.int32), starts)
 
 
-def append_kv(
-    cache: KVCache | tuple[Any, ...],
+def append_kv[V: Array | None](
+    cache: KVCache[V] | tuple[Array, V, Array],
     k: Float[AnyArray, "B T K H"],
     v: Float[AnyArray, "B T K Hv"] | None = None,
     *,
@@ -70,7 +116,7 @@ def append_kv(
     k_scale: Float[AnyArray, "*#rows K"] | None = None,
     v_scale: Float[AnyArray, "*#rows K"] | None = None,
     rope_theta: float | None = None,
-) -> KVCache:
+) -> KVCache[V]:
     """Appends T more tokens to every sequence of a cache, each after its own last one.
 
     Functional; in place where the cache is donated, as in `jax.jit(step, donate_argnums=...)`.

@@ -81,7 +81,7 @@ class RingCache(NamedTuple):
             # Padding is up to a sixteenth of the rows, or 15 of them.
             page = next(size for size in RING_PAGES if size <= max(room // 16, RING_PAGES[-1]))
             room = round_up(room, page)
-        cache: Any = KVCache.empty(batch, room, kv_heads, head_dim, dtype)
+        cache = KVCache.empty(batch, room, kv_heads, head_dim, dtype)
         return cls(cache.k, cache.v, cache.lengths, jnp.zeros_like(cache.lengths))
 
 
@@ -119,7 +119,7 @@ class ScaledCache(NamedTuple):
         v_scale: Float[AnyArray, "*#rows K"] | None,
     ) -> ScaledCache:
         """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet."""
-        cache: Any = KVCache.empty(batch, length, kv_heads, head_dim, dtype)
+        cache = KVCache.empty(batch, length, kv_heads, head_dim, dtype)
         return cls(cache.k, cache.v, cache.lengths, k_scale, v_scale)
 
     @property
@@ -448,7 +448,7 @@ def _append_to_ring(cache: RingCache, k, v, new_lengths) -> RingCache:
     return mesh_axes.compiled_as_auto(_appended, (cache, k, v, new_lengths), specs)
 
 
-def _appended(cache: RingCache, k, v, new_lengths) -> RingCache:
+def _appended(cache: Any, k, v, new_lengths) -> RingCache:
     count, room = k.shape[1], cache.k.shape[1]
     added = jnp.full_like(cache.lengths, count)
     if new_lengths is not None:
@@ -460,6 +460,5 @@ def _appended(cache: RingCache, k, v, new_lengths) -> RingCache:
     where = jnp.arange(len(place), dtype=jnp.int32)[:, None], place
     write = lambda x, new: x.at[where].set(new.astype(x.dtype), mode="drop")
     after = cache.lengths + added
-    written = cache.lengths if cache.written is None else cache.written
-    written = jnp.where(cache.lengths == 0, after, jnp.maximum(written, after))
+    written = jnp.where(cache.lengths == 0, after, jnp.maximum(cache.written, after))
     return RingCache(write(cache.k, k), write(cache.v, v), after, written)
