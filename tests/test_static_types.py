@@ -1,7 +1,6 @@
-"""What type checkers and editors see of the public functions.
+"""Tests that pyright, mypy and editors understand the public functions.
 
-pyright and mypy each run once, over `user_programs` and over the calls below, in a process that
-the other does not wait for.
+Each checker runs once, over all of `user_programs`; pyright also reads the calls below.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def check_shows_everything(name: str, signature: str) -> None:
 
 
 def test_mypy(tmp_path, request):
-    """Of the package itself mypy reports nothing, as of what is installed at a user's."""
+    """Follows imports silently: mypy reports nothing of a package that is installed."""
     kept = request.config.pluginmanager.hasplugin("cacheprovider")
     # With what an earlier run knows of JAX and Flax it takes 3 s, without that 16 s of a CPU.
     cache = request.config.cache.mkdir("mypy") if kept else tmp_path / "cache"
@@ -152,7 +151,7 @@ def test_every_page_with_code_has_a_program_with_errors_in_it():
 
 
 def test_types_need_no_other_package():
-    """No file imports jaxtyping, not even for type checkers, so it matters to nobody's types."""
+    """Checks that no file imports jaxtyping: types are then the same with it and without."""
     users = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -187,7 +186,7 @@ OVERLOADED = [
 
 @pytest.mark.parametrize("name", OVERLOADED)
 def test_overloads_have_the_arguments_of_the_function(name):
-    """The names, in the same order where they go by position, and the types of a TypedDict."""
+    """Compares names, the order of those that go by position, and the types of a TypedDict."""
     function = found("flash_pallas", name)
     whole = inspect.signature(function).parameters
     overloads = typing.get_overloads(function)

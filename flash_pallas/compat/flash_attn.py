@@ -88,7 +88,7 @@ def flash_attn_func(
     )
 
 
-class FlashAttnOptions(TypedDict, total=False):
+class _FlashAttnOptions(TypedDict, total=False):
     """Arguments of `flash_attn_func` by name, for its packed variants."""
 
     dropout_p: float
@@ -103,7 +103,7 @@ class FlashAttnOptions(TypedDict, total=False):
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Float[AnyArray, "B T 3 N H"], *args: Any, **options: Unpack[FlashAttnOptions]
+    qkv: Float[AnyArray, "B T 3 N H"], *args: Any, **options: Unpack[_FlashAttnOptions]
 ) -> Float[Array, "B T N H"]:
     """Computes `flash_attn_func` of queries, keys and values that lie in one array.
 
@@ -134,7 +134,7 @@ def flash_attn_kvpacked_func(
     q: Float[AnyArray, "B T N H"],
     kv: Float[AnyArray, "B S 2 K H"],
     *args: Any,
-    **options: Unpack[FlashAttnOptions],
+    **options: Unpack[_FlashAttnOptions],
 ) -> Float[Array, "B T N H"]:
     """Computes `flash_attn_func` of keys and values that lie in one array.
 
@@ -247,7 +247,7 @@ def flash_attn_varlen_func(
     return found
 
 
-class KVCacheOptions(TypedDict, total=False):
+class _KVCacheOptions(TypedDict, total=False):
     """Arguments of `flash_attn_with_kvcache` that have no influence on the type of its result."""
 
     cache_batch_idx: Int[AnyArray, " B"] | None
@@ -274,7 +274,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: Integer | AnyArray | None = None,
     *,
     return_softmax_lse: Literal[False] = False,
-    **options: Unpack[KVCacheOptions],
+    **options: Unpack[_KVCacheOptions],
 ) -> Array: ...
 @overload
 def flash_attn_with_kvcache(
@@ -288,7 +288,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: Integer | AnyArray | None = None,
     *,
     return_softmax_lse: Literal[True],
-    **options: Unpack[KVCacheOptions],
+    **options: Unpack[_KVCacheOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def flash_attn_with_kvcache(
@@ -302,7 +302,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: Integer | AnyArray | None = None,
     *,
     return_softmax_lse: Literal[False] = False,
-    **options: Unpack[KVCacheOptions],
+    **options: Unpack[_KVCacheOptions],
 ) -> tuple[Array, Array, Array]: ...
 @overload
 def flash_attn_with_kvcache(
@@ -316,7 +316,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: Integer | AnyArray | None = None,
     *,
     return_softmax_lse: Literal[True],
-    **options: Unpack[KVCacheOptions],
+    **options: Unpack[_KVCacheOptions],
 ) -> tuple[Array, Array, Array, Array]: ...
 @overload
 def flash_attn_with_kvcache(
@@ -330,7 +330,7 @@ def flash_attn_with_kvcache(
     cache_seqlens: Integer | AnyArray | None = None,
     *,
     return_softmax_lse: bool,
-    **options: Unpack[KVCacheOptions],
+    **options: Unpack[_KVCacheOptions],
 ) -> Any: ...
 def flash_attn_with_kvcache(
     q: Float[AnyArray, "B T N H"],

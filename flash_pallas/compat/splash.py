@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +163,15 @@ class MultiHeadMask:
         return (len(self.masks), *self.masks[0].shape)
 
 
+class _Ids(Protocol):
+    """SegmentIds, these or jax's."""
+
+    @property
+    def q(self) -> AnyArray: ...
+    @property
+    def kv(self) -> AnyArray: ...
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplashAttentionKernel[Result]:
@@ -204,7 +213,7 @@ class SplashAttentionKernel[Result]:
         q: Float[AnyArray, "N T H"],
         k: Float[AnyArray, "K S H"],
         v: Float[AnyArray, "K S Hv"],
-        segment_ids: SegmentIds | None = None,
+        segment_ids: _Ids | None = None,
         sinks: Float[AnyArray, " N"] | None = None,
     ) -> Result:
         """Computes attention; scores are not scaled: multiply q by 1 / sqrt(H) before.
@@ -245,7 +254,14 @@ class SplashAttentionKernel[Result]:
         return result
 
 
-class SplashOptions(TypedDict, total=False):
+class _Masks(Protocol):
+    """A MultiHeadMask, this one or jax's."""
+
+    @property
+    def masks(self) -> Sequence[Any]: ...
+
+
+class _SplashOptions(TypedDict, total=False):
     """Arguments of `make_splash_mha` that have no influence on the type of its result."""
 
     block_sizes: Any
@@ -260,24 +276,24 @@ class SplashOptions(TypedDict, total=False):
 
 @overload
 def make_splash_mha(
-    mask: MultiHeadMask | AnyArray,
+    mask: _Masks | AnyArray,
     *,
     save_residuals: Literal[False] = False,
-    **options: Unpack[SplashOptions],
+    **options: Unpack[_SplashOptions],
 ) -> SplashAttentionKernel[Array]: ...
 @overload
 def make_splash_mha(
-    mask: MultiHeadMask | AnyArray,
+    mask: _Masks | AnyArray,
     *,
     save_residuals: Literal[True],
-    **options: Unpack[SplashOptions],
+    **options: Unpack[_SplashOptions],
 ) -> SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
 @overload
 def make_splash_mha(
-    mask: MultiHeadMask | AnyArray,
+    mask: _Masks | AnyArray,
     *,
     save_residuals: bool,
-    **options: Unpack[SplashOptions],
+    **options: Unpack[_SplashOptions],
 ) -> SplashAttentionKernel[Array] | SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
 def make_splash_mha(
     mask: Any,
@@ -348,24 +364,24 @@ def make_splash_mha(
 
 @overload
 def make_splash_mqa(
-    mask: MultiHeadMask | AnyArray,
+    mask: _Masks | AnyArray,
     *,
     save_residuals: Literal[False] = False,
-    **options: Unpack[SplashOptions],
+    **options: Unpack[_SplashOptions],
 ) -> SplashAttentionKernel[Array]: ...
 @overload
 def make_splash_mqa(
-    mask: MultiHeadMask | AnyArray,
+    mask: _Masks | AnyArray,
     *,
     save_residuals: Literal[True],
-    **options: Unpack[SplashOptions],
+    **options: Unpack[_SplashOptions],
 ) -> SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
 @overload
 def make_splash_mqa(
-    mask: MultiHeadMask | AnyArray,
+    mask: _Masks | AnyArray,
     *,
     save_residuals: bool,
-    **options: Unpack[SplashOptions],
+    **options: Unpack[_SplashOptions],
 ) -> SplashAttentionKernel[Array] | SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
 def make_splash_mqa(mask: Any, **options: Any) -> SplashAttentionKernel[Any]:
     """Makes the attention of a mask with one key head, whose axis is left out.

@@ -1,4 +1,4 @@
-"""In the manner of docs/block-masks.md."""
+"""A program in the manner of docs/block-masks.md."""
 
 from typing import assert_type
 

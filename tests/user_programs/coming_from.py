@@ -1,4 +1,4 @@
-"""In the manner of docs/coming-from.md."""
+"""A program in the manner of docs/coming-from.md."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""In the manner of docs/conformance.md."""
+"""A program in the manner of docs/conformance.md."""
 
 from collections.abc import Iterator
 from typing import assert_type

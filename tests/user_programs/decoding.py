@@ -1,4 +1,4 @@
-"""In the manner of docs/decoding.md."""
+"""A program in the manner of docs/decoding.md."""
 
 import functools
 from typing import assert_type

@@ -1,4 +1,4 @@
-"""In the manner of docs/derivatives.md."""
+"""A program in the manner of docs/derivatives.md."""
 
 import jax
 

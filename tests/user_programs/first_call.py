@@ -1,4 +1,4 @@
-"""In the manner of docs/first-call.md."""
+"""A program in the manner of docs/first-call.md."""
 
 import jax
 import jax.numpy as jnp

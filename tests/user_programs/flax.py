@@ -1,4 +1,4 @@
-"""In the manner of docs/flax.md."""
+"""A program in the manner of docs/flax.md."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""In the manner of docs/getting-started.md."""
+"""A program in the manner of docs/getting-started.md."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""In the manner of docs/index.md."""
+"""A program in the manner of docs/index.md."""
 
 from typing import assert_type
 

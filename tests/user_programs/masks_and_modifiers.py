@@ -1,4 +1,4 @@
-"""In the manner of docs/masks-and-modifiers.md."""
+"""A program in the manner of docs/masks-and-modifiers.md."""
 
 from functools import partial
 from typing import assert_type

@@ -1,4 +1,4 @@
-"""In the manner of docs/numerics.md."""
+"""A program in the manner of docs/numerics.md."""
 
 from typing import assert_type
 

@@ -1,10 +1,11 @@
-"""In the manner of docs/porting.md."""
+"""A program in the manner of docs/porting.md."""
 
 from typing import assert_type
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as jax_splash
 
 from flash_pallas.compat import splash
 from flash_pallas.compat.flash_attn import flash_attn_with_kvcache
@@ -54,6 +55,8 @@ def torch(x: jax.Array, mask: np.ndarray) -> jax.Array:
 def tpu(x: jax.Array) -> jax.Array:
     mask = splash.CausalMask((64, 64)) & splash.LocalMask((64, 64), (31, None), 0)
     kernel = splash.make_splash_mha(splash.MultiHeadMask([mask] * 8))
+    splash.make_splash_mha(jax_splash.MultiHeadMask([jax_splash.FullMask((64, 64))] * 8))
+    kernel(x, x, x, segment_ids=splash.SegmentIds(x, x))
     assert_type(kernel(x, x, x), jax.Array)
     o, (lse,) = splash.make_splash_mqa(jnp.ones((8, 64, 64), bool), save_residuals=True)(x, x, x)
     assert_type(lse, jax.Array)

@@ -1,4 +1,4 @@
-"""In the manner of docs/serving.md."""
+"""A program in the manner of docs/serving.md."""
 
 from typing import assert_type
 

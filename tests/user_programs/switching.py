@@ -1,4 +1,4 @@
-"""In the manner of docs/switching.md."""
+"""A program in the manner of docs/switching.md."""
 
 from typing import assert_type
 

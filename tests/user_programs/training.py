@@ -1,4 +1,4 @@
-"""In the manner of docs/training.md."""
+"""A program in the manner of docs/training.md."""
 
 from typing import assert_type
 

@@ -1,4 +1,4 @@
-"""In the manner of docs/which-kernel-runs.md."""
+"""A program in the manner of docs/which-kernel-runs.md."""
 
 from typing import assert_type, get_args
 
