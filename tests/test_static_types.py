@@ -5,7 +5,6 @@ Each checker runs once, over all of `user_programs`; pyright also reads the call
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import json
@@ -152,13 +151,9 @@ def test_every_page_with_code_has_a_program_with_errors_in_it():
 
 def test_types_need_no_other_package():
     """Checks that no file imports jaxtyping: types are then the same with it and without."""
-    users = []
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            users += [path.name for name in names if name.split(".")[0] == "jaxtyping"]
-    assert users == []
+    imports = re.compile(r"^\s*(import|from)\s+jaxtyping\b", re.MULTILINE)
+    assert [path.name for path in FILES if imports.search(path.read_text())] == []
+    assert imports.search("if TYPE_CHECKING:\n    from jaxtyping import Float")
 
 
 def test_the_choices_are_those_that_run():

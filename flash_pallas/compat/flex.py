@@ -68,7 +68,7 @@ class BlockMask:
     dense: Array | None = None
 
 
-def noop_mask(b, h, q_idx, kv_idx):
+def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Array:
     """Returns True: a mask_mod that hides nothing (torch 2.13)."""
     return jnp.bool_(True)
 

@@ -98,8 +98,8 @@ class FlashAttention(nn.Module):
     use_out_bias: bool = True
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    kernel_init: Callable = _heads.KERNEL_INIT
-    bias_init: Callable = _heads.BIAS_INIT
+    kernel_init: Callable[..., Any] = _heads.KERNEL_INIT
+    bias_init: Callable[..., Any] = _heads.BIAS_INIT
     precision: Precision | None = None
     backend: BackendName = "auto"
     deterministic_backward: bool = False
@@ -246,8 +246,8 @@ class _Projection(nn.Module):
     use_bias: bool
     dtype: Any
     param_dtype: Any
-    kernel_init: Callable
-    bias_init: Callable
+    kernel_init: Callable[..., Any]
+    bias_init: Callable[..., Any]
 
     @nn.compact
     def __call__(self, x, like=None):
