@@ -6,17 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    Literal,
-    NamedTuple,
-    Required,
-    TypedDict,
-    Unpack,
-    overload,
-)
+from typing import Any, Generic, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,16 +21,7 @@ from .core.rope import apply_rope
 from .frontend.arguments import as_int32, check_room, is_computed, known
 from .frontend.validate_decode import cache_scale
 from .frontend.validate_ragged import RaggedArguments, places_of
-from .typing import AnyArray, Array, Float, Int, Integer
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
-
-    Values = TypeVar("Values", bound=Array | None, default=Array)
-else:
-    from typing import TypeVar
-
-    Values = TypeVar("Values")
+from .typing import AnyArray, Array, Float, Int, Integer, Values
 
 
 class KVCache(NamedTuple, Generic[Values]):  # noqa: UP046, as its parameter has a default

@@ -7,10 +7,10 @@ An axis with `#` may be 1, `*` stands for any number of axes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 from typing import Annotated as Bool
 from typing import Annotated as Float
 from typing import Annotated as Int
-from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -36,8 +36,18 @@ __all__ = [
     "ScoreMod",
     "Shaped",
     "Strategy",
+    "Values",
     "Window",
 ]
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with a default, which typing has from Python 3.13 on
+
+    Values = TypeVar("Values", bound=Array | None, default=Array)
+else:
+    from typing import TypeVar
+
+    Values = TypeVar("Values")
 
 AnyArray = Array | np.ndarray
 """An array of JAX or numpy."""
