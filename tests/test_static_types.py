@@ -34,7 +34,6 @@ FUNCTIONS = (
     "flash_attention_with_lse",
     "flash_attention_with_max_logit",
     "autotune",
-    "explain",
 )
 # A line is wrong if it says so, and then pyright's words have this in them.
 CALLS = """
@@ -47,14 +46,8 @@ F(x, x, x, window=0.5)  # error: parameter "window"
 F(x, x, x, mask=True)  # error: parameter "mask"
 F(x, x, x, True)  # error: positional
 F(x, x)  # error: "v"
-"""
-EXPLAINED = """
-fp.explain(x, shape, x, bias=shape, gpu="H100").blocks
-fp.explain_decode(x, shape, shape, num_splits=2, page_table=shape, gpu="H200").blocks
-fp.explain_varlen(shape, x, x, cu_seqlens_q=shape, causal=True, gpu="H200").blocks
-fp.explain_decode(x, x, x, return_lse=True)  # error: No parameter named "return_lse"
-fp.explain(x, x, x, gpu=100)  # error: parameter "gpu"
-fp.flash_attention(x, x, x, gpu="H100")  # error: No parameter named "gpu"
+F(x, x, shape)  # error: parameter "v"
+F(x, x, x, gpu="H100")  # error: No parameter named "gpu"
 """
 HEAD = """import jax
 import numpy as np
@@ -99,7 +92,7 @@ def copied(folder: Path) -> Path:
 def test_pyright(tmp_path):
     calls = [CALLS.strip().replace("F(", f"fp.{name}(") for name in FUNCTIONS]
     shown = [f"reveal_type(fp.{name})" for name in FUNCTIONS]
-    body = "\n".join([*calls, EXPLAINED.strip(), *shown]).replace("\n", "\n    ")
+    body = "\n".join([*calls, *shown]).replace("\n", "\n    ")
     programs = copied(tmp_path)
     (programs / "calls.py").write_text(f"{HEAD}    {body}\n")
     settings = {"include": ["."], "extraPaths": [str(ROOT)], "reportUnusedExpression": False}
