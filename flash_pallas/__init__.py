@@ -57,8 +57,9 @@ if TYPE_CHECKING:  # type checkers import them, and so find names that do not ex
     from . import nn as nn
     from . import parallel as parallel
     from . import reference as reference
+    from . import typing as typing
 
-_MODULES = ("compat", "conformance", "integrations", "nn", "parallel", "reference")
+_MODULES = ("compat", "conformance", "integrations", "nn", "parallel", "reference", "typing")
 _GONE = {
     "explain_decode": "flash_decode",
     "explain_ragged": "ragged_paged_attention",

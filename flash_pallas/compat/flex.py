@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention, flash_attention_with_lse, flash_attention_with_max_logit
 from ..core import mods
+from ..typing import AnyArray, Array, Bool, Float, MaskMod, ScoreMod
 from ._band import ANY, Band, band_of
 from ._refusal import check_heads, refuse
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
 
 
 class AuxRequest(NamedTuple):
@@ -43,8 +40,8 @@ class AuxOutput(NamedTuple):
         max_scores: float32 [B, H, T], or None.
     """
 
-    lse: Any = None
-    max_scores: Any = None
+    lse: Float[Array, "B N T"] | None = None
+    max_scores: Float[Array, "B N T"] | None = None
 
 
 @functools.partial(
@@ -65,29 +62,29 @@ class BlockMask:
         dense: bool of this shape, or None.
     """
 
-    mask_mod: Callable
+    mask_mod: MaskMod
     shape: tuple[int, int, int, int]
     band: Band
-    dense: Any = None
+    dense: Array | None = None
 
 
-def noop_mask(b, h, q_idx, kv_idx):
+def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Array:
     """Returns True: a mask_mod that hides nothing (torch 2.13)."""
     return jnp.bool_(True)
 
 
-def and_masks(*mask_mods: Callable) -> Callable:
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a mask_mod that sees what all of these see (torch 2.13)."""
     return lambda *where: functools.reduce(jnp.logical_and, (f(*where) for f in mask_mods))
 
 
-def or_masks(*mask_mods: Callable) -> Callable:
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a mask_mod that sees what any of these sees (torch 2.13)."""
     return lambda *where: functools.reduce(jnp.logical_or, (f(*where) for f in mask_mods))
 
 
 def create_mask(
-    mask_mod: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int
+    mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int
 ) -> Bool[Array, "B H Q_LEN KV_LEN"]:
     """Evaluates a mask_mod for every query and key, as torch 2.13's `create_mask`.
 
@@ -115,13 +112,13 @@ def create_mask(
 
 
 def create_block_mask(
-    mask_mod: Callable,
+    mask_mod: MaskMod,
     B: int | None,
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device: Any = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,
+    device: None = None,
+    BLOCK_SIZE: Literal[128] = 128,
     *,
     dense: bool = False,
 ) -> BlockMask:
@@ -172,16 +169,72 @@ def create_block_mask(
     return BlockMask(mask_mod, shape, band_of(mask_mod))
 
 
+@overload
 def flex_attention(
-    query: Float[Array, "B N T E"],
-    key: Float[Array, "B K S E"],
-    value: Float[Array, "B K S Ev"],
-    score_mod: Callable | None = None,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: None = None,
+    *,
+    return_aux: None = None,
+) -> Array: ...
+@overload
+def flex_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: None = None,
+    return_aux: None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def flex_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: None = None,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Array, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: bool,
+    kernel_options: None = None,
+    return_aux: AuxRequest | None = None,
+) -> Any: ...
+def flex_attention(
+    query: Float[AnyArray, "B N T E"],
+    key: Float[AnyArray, "B K S E"],
+    value: Float[AnyArray, "B K S Ev"],
+    score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: Any = None,
+    kernel_options: None = None,
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:

@@ -46,12 +46,12 @@ class Plan:
 
     Attributes:
         problem: the shapes.
-        backend: the backend that runs it; None where there is nothing to compute.
+        backend: the backend that runs it.
         blocks: the tile sizes of attention. Those of decoding follow from the shapes of each shard.
     """
 
     problem: AnyProblem
-    backend: Backend | None
+    backend: Backend
     blocks: Any = None
 
 
@@ -91,10 +91,18 @@ def plan(problem: AnyProblem, name: str, arrays, override: dict[str, Any] | None
     platform, listener = platform_of(arrays), _listener.value
     if listener is not None:
         return listener.plan(problem, name, override, platform)
-    if is_empty(problem):
-        check_name(name)
-        return Plan(problem, None)
     return planned(problem, select(problem, name, platform), override)
+
+
+def plan_nothing(problem: AnyProblem, name: str) -> None:
+    """Notes a call without a query or a key, whose result is known without a backend.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    check_name(name)
+    if _listener.value is not None:
+        _listener.value.plan(problem, name, None, None)
 
 
 def planned(problem: AnyProblem, chosen: Backend, override: dict[str, Any] | None = None) -> Plan:

@@ -232,7 +232,7 @@ def _check(function, kwargs) -> None:
             f"explain takes a function first, got {what}: write "
             "explain(flash_attention, q, k, v, causal=True)"
         )
-    if "gpu" in kwargs and getattr(function, "__module__", "").startswith(__package__[:12]):
+    if "gpu" in kwargs and getattr(function, "__module__", "").startswith("flash_pallas."):
         raise TypeError(
             f"explain has no argument 'gpu': write `with flash_pallas.target({kwargs['gpu']!r}):` "
             "around it"
@@ -282,7 +282,7 @@ class _Calls:
         if self.one:
             raise _Found
         if dispatch.is_empty(problem):
-            return Plan(problem, None)
+            return Plan(problem, XlaBackend())
         return dispatch.planned(problem, XlaBackend())
 
 

@@ -24,7 +24,9 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def to_flash(model: Any, *, causal: bool = False, window: Any = None) -> Any:
+def to_flash[Model](
+    model: Model, *, causal: bool = False, window: int | tuple[int | None, int | None] | None = None
+) -> Model:
     """Replaces every `equinox.nn.MultiheadAttention` of a model by one on `flash_attention`.
 
     Parameters, their order and the arguments of a call stay, so weights, optimizer states and files
