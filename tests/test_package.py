@@ -19,7 +19,8 @@ import flash_pallas as fp
 from . import package_contents
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def test_the_version_is_the_newest_of_the_changelog():
@@ -35,8 +36,18 @@ def test_each_cuda_has_an_extra_with_the_range_of_jax(cuda):
 
 def test_compilers_that_miscompile_causal_kernels_are_excluded():
     # The wheel 12.9.86 has the ptxas of CUDA 12.9.1, where JAX's own kernels are right again.
-    for extra in ("cuda12", "compile-cuda12"):
-        assert "nvidia-cuda-nvcc-cu12>=12.9.86" in PROJECT["optional-dependencies"][extra]
+    extras, groups = PROJECT["optional-dependencies"], PYPROJECT["dependency-groups"]
+    for wanted in (extras["cuda12"], extras["hopper-cuda12"], groups["compile-cuda12"]):
+        assert "nvidia-cuda-nvcc-cu12>=12.9.86" in wanted
+
+
+def test_the_extra_for_hopper_has_one_jaxlib_and_its_plugins():
+    for cuda, extra in (("13", "hopper"), ("12", "hopper-cuda12")):
+        wanted = PROJECT["optional-dependencies"][extra]
+        (jaxlib,) = (x.removeprefix("jaxlib==") for x in wanted if x.startswith("jaxlib"))
+        assert tuple(map(int, jaxlib.split("."))) < (0, 12)
+        plugin = f"jax-cuda{cuda}-plugin[with-cuda]=={jaxlib}"
+        assert {plugin, f"jax-cuda{cuda}-pjrt=={jaxlib}"} <= set(wanted)
 
 
 @pytest.fixture
