@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .core.block_mask import BlockMask
+from .frontend import arguments as checks
 from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
 from .frontend.dispatch import Explanation
@@ -92,9 +93,10 @@ def flash_attention(
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         q_offset: position of query 0, where key 0 has position 0. The default None means 0, which
             aligns the first query with the first key as `jax.nn` does; S - T aligns the last with
-            the last as FlashAttention does. A single causal query of several keys must pass it. An
-            int, or integers [*B] (or one), which may be traced and change without recompiling.
-            Positions beyond 2**30 either way raise; those of a jax array are clipped to it.
+            the last as FlashAttention does. A single causal query of several keys must pass it;
+            several of more keys that do not are placed at 0, with a warning in the log. An int, or
+            integers [*B] (or one), which may be traced and change without recompiling. Positions
+            beyond 2**30 either way raise; those of a jax array are clipped to it.
         q_positions: integers [*B, T]: position of every query, in place of its index and q_offset.
             causal, window, ALiBi and the i of mods compare positions, which may be in any order and
             repeat; dropout still counts indices. No array of [T, S] is made: a block of keys is
@@ -410,6 +412,8 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
         return call.empty_result()
     if arguments.within is None:  # flash_attention_varlen has no block_mask
         dispatch.tell_of_cost(call.problem)
+        if checks.is_unplaced(arguments):
+            dispatch.tell_of_place(call.problem)
     chosen = dispatch.select(call.problem, backend, platform=dispatch.platform_of((q, k, v)))
     tiles = dispatch.tiles(chosen, call.problem, override)
     try:

@@ -615,7 +615,10 @@ def _check_dtype(name: str, x, scale, cache: tuple[str, Any]):
 def _integers(name: str, x, rank: int, batch: int | None) -> jax.Array:
     """Returns an int32 array of this rank for `batch` sequences; None is any number."""
     if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array of integers, got {type(x).__name__}")
+        raise TypeError(
+            f"{name} must be an array of integers, got {type(x).__name__}: convert it with "
+            "jnp.array(...)"
+        )
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}: it must be int32")
     if x.ndim != rank or batch not in (None, x.shape[0]):

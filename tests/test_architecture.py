@@ -27,6 +27,7 @@ RANKS = {
     "backends.portable": 3,
     "frontend.dispatch": 4,
     "frontend.arguments": 4,
+    "frontend.words": 0,
     "transforms.derivatives": 3,
     "transforms.equations": 4,
     "transforms.any_order": 5,

@@ -114,7 +114,9 @@ class BlockMask:
             places = lambda: [jnp.arange(n, dtype=jnp.int32)[None] for n in sizes[:2]]
             traced = mods.trace(mask_mod, batch, heads, positions=places)
         except mods.NotElementwise as error:
-            raise ValueError(f"mask_mod cannot be traced into a kernel: {error}") from None
+            raise ValueError(
+                f"mask_mod cannot be traced into a kernel: {error}"
+            ) from error.__cause__
         lists = _lists_of_mod((batch, heads), sizes, traced)
         return cls(lists, traced, None, *sizes, "mask_mod")
 

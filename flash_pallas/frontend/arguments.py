@@ -8,6 +8,7 @@ import itertools
 import math
 import operator
 import os
+import reprlib
 import warnings
 from typing import Any
 
@@ -24,6 +25,11 @@ from ..core.mask import Mask
 MAX_OFFSET = 2**30
 # Stands for a sink of +inf, which takes all of the weight: finite in base 2 and divided by a scale.
 LARGEST_SINK = 1e30
+WINDOWS = (
+    "it must be an int, (left, right) or None, how many keys are visible on either side of a query; "
+    "a side is an int, an integer array (one number, or one per batch entry), or None for "
+    "unbounded, as in (128, 0)"
+)
 EMPTY_ROWS = ("zero", "mean")
 
 
@@ -132,10 +138,7 @@ def _window(window) -> tuple[Any, Any]:
         return None, None
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
-        raise ValueError(
-            f"window is {window!r}: it must be an int or (left, right), how many keys are visible "
-            "on either side of a query; None on one side is unbounded"
-        )
+        raise ValueError(f"window is {window!r}: {WINDOWS}")
     return _side(window, sides[0]), _side(window, sides[1])
 
 
@@ -148,7 +151,7 @@ def _side(window, side) -> Any:
     except TypeError:
         size = None
     if size is None or isinstance(side, (bool, np.bool_)):
-        raise TypeError(f"window must be an int or a pair of ints, got {window!r}")
+        raise TypeError(f"window is {window!r}: {WINDOWS}")
     if size < 0:
         raise ValueError(
             f"window is {window!r}: its entries must be at least 0; use None for unbounded, as in "
@@ -188,6 +191,14 @@ def offset(q_offset, sizes: Sizes, causal: bool = False):
 def _check_offset(found: int):
     if abs(found) > MAX_OFFSET:
         raise ValueError(f"q_offset is {found}: its magnitude must be at most 2**30")
+
+
+def is_unplaced(a: Arguments) -> bool:
+    """Returns True if a call is causal and says nothing of where its queries are."""
+    names = ("q_offset", "q_positions", "kv_positions", "q_lengths", "kv_lengths", "q_segment_ids")
+    right = band(a.causal, a.window)[1]
+    is_causal = isinstance(right, int) and right == 0
+    return is_causal and all(getattr(a, name) is None for name in names)
 
 
 def positions(name: str, value, length: int, sizes: Sizes):
@@ -487,7 +498,8 @@ def mod(name: str, function, sizes: Sizes, positions=None) -> mods.Traced | None
         shape, wide = (sizes.batch, sizes.q_heads), sizes.dtype == jnp.float64
         found = mods.trace(function, *shape, dtype, sizes.first, positions, wide)
     except mods.NotElementwise as error:
-        raise ValueError(f"{name} cannot be traced into a kernel: {error}") from None
+        # JAX's own error, if there is one, shows the line of the user's function.
+        raise ValueError(f"{name} cannot be traced into a kernel: {error}") from error.__cause__
     return _of_call(found, sizes)
 
 
@@ -587,16 +599,24 @@ def _per_query_head(x, sizes: Sizes):
     return mesh_axes.repeated(x, sizes.q_heads // sizes.kv_heads, axis=1)
 
 
+def _no_array(name: str, wanted: str, x) -> str:
+    """Returns the message for what is no array, with the way out for a list or a number."""
+    way_out = "convert it with jnp.array(...)"
+    if isinstance(x, (list, tuple)) and len(str(x)) < 60:
+        way_out = f"pass jnp.array({x!r})"
+    return f"{name} must be {wanted}, got {type(x).__name__}: {reprlib.repr(x)}; {way_out}"
+
+
 def _array(name: str, x, shape):
     if not is_array(x):
-        raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
+        raise TypeError(_no_array(name, f"an array {shape}", x))
     return jnp.asarray(x)
 
 
 def _integers(name: str, x, shape):
     """Converts an array of any integer dtype to int32."""
     if not is_array(x):
-        raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
+        raise TypeError(_no_array(name, f"an array {shape}", x))
     return as_int32(name, x)
 
 
@@ -719,10 +739,7 @@ def as_int32(name: str, value) -> jax.Array:
         _refuse_wide(f"{name} is", value)
         return jnp.asarray(value, jnp.int32)
     if not is_array(value) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(
-            f"{name} must be an integer or an array of integers, got {type(value).__name__}: "
-            f"{value!r}"
-        )
+        raise TypeError(_no_array(name, "an integer or an array of integers", value))
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.integer):

@@ -287,7 +287,7 @@ def as_array(name: str, x):
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
     if not is_array:
         raise TypeError(
-            f"{name} must be an array, got {type(x).__name__}: convert it with jnp.asarray({name})"
+            f"{name} must be an array, got {type(x).__name__}: convert it with jnp.array({name})"
         )
     # jnp.asarray of a tracer may be an operation, at which debug_nans finds what padding holds.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
