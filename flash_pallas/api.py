@@ -14,6 +14,7 @@ from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
 from .frontend.dispatch import Explanation
 from .frontend.validate import same_arguments, suggested
+from .frontend.words import Words
 from .transforms import any_order, derivatives
 
 if TYPE_CHECKING:
@@ -24,6 +25,21 @@ if TYPE_CHECKING:
     # What explain takes for an array.
     Shaped = AnyArray | jax.ShapeDtypeStruct
 
+# What jax.nn calls the arguments of `flash_attention`.
+JAX_WORDS = Words(
+    {
+        "q": "query",
+        "k": "key",
+        "v": "value",
+        "causal": "is_causal",
+        "window": "local_window_size",
+        "q_lengths": "query_seq_lengths",
+        "kv_lengths": "key_value_seq_lengths",
+        "backend=": "implementation=",
+        "backend is": "implementation is",
+        "default backend is": "default backend is",  # which is JAX's
+    }
+)
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
 _ATTEND = {
     "reverse": jax.jit(derivatives.attend, static_argnums=(0, 1, 2)),
@@ -496,22 +512,30 @@ def dot_product_attention(
         >>> dot_product_attention(x, x, x, is_causal=True).shape
         (2, 16, 4, 64)
     """
-    rank = jnp.ndim(query)
-    o, lse = flash_attention_with_lse(
-        query,
-        key,
-        value,
-        bias=validate.of_rank(bias, rank),
-        mask=validate.of_rank(mask, rank),
-        causal=is_causal,
-        window=local_window_size,
-        scale=scale,
-        q_offset=0,
-        q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3, query.shape[-3]),
-        kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3, key.shape[-3]),
-        empty_rows="mean",
-        backend="auto" if implementation is None else implementation,
-    )
+    shapes = [validate.as_array(*x).shape for x in (("query", query), ("key", key))]
+    rank = len(shapes[0])
+    q_len, kv_len = (shape[-3] if len(shape) > 2 else 0 for shape in shapes)
+    with JAX_WORDS:
+        if 3 <= rank == len(shapes[1]):
+            for name, x in (("bias", bias), ("mask", mask)):
+                if checks.is_array(x) and jnp.shape(x)[:-rank] != (1,):
+                    full = *shapes[0][:-3], shapes[0][-2], q_len, kv_len
+                    checks.check_broadcasts(name, x, full)
+        o, lse = flash_attention_with_lse(
+            query,
+            key,
+            value,
+            bias=validate.of_rank(bias, rank),
+            mask=validate.of_rank(mask, rank),
+            causal=is_causal,
+            window=local_window_size,
+            scale=scale,
+            q_offset=0,
+            q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3, q_len),
+            kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3, kv_len),
+            empty_rows="mean",
+            backend="auto" if implementation is None else implementation,
+        )
     if not return_residual:
         return o
     return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2)).astype(o.dtype)

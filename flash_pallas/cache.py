@@ -56,7 +56,14 @@ class KVCache(NamedTuple):
 
         With `shared` the values are columns of the keys, and v is None.
         """
-        zeros = lambda: jnp.zeros((batch, length, kv_heads, head_dim), dtype)
+        shape = batch, length, kv_heads, head_dim
+        for name, size in zip(("batch", "length", "kv_heads", "head_dim"), shape, strict=True):
+            if isinstance(size, (bool, float, str)) or (isinstance(size, int) and size < 0):
+                raise ValueError(
+                    f"{name} is {size!r}: it must be an int of at least 0; the order is batch, "
+                    "length, kv_heads, head_dim, dtype"
+                )
+        zeros = lambda: jnp.zeros(shape, dtype)
         return cls(zeros(), None if shared else zeros(), jnp.zeros(batch, jnp.int32), starts)
 
 

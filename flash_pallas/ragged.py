@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from .backends.base import Backend
 from .cache import append_packed
 from .core import mesh_axes, ragged, softmax, undifferentiable
+from .core.decode import DecodeOperands, of_nothing
 from .core.problem import Outputs, own_width
 from .core.ragged import RaggedOperands, RaggedSpec
 from .frontend import arguments as checks
@@ -21,12 +22,15 @@ from .frontend import dispatch, validate, validate_ragged
 from .frontend.dispatch import Explanation
 from .frontend.validate import suggested
 from .frontend.validate_ragged import RaggedArguments
+from .frontend.words import Words
 from .transforms import derivatives, sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
     from .api import AnyArray, Shaped
+
+WORDS = Words({"k": "k_pages", "v": "v_pages"})
 
 
 @suggested
@@ -267,7 +271,8 @@ def prepared(
     q, k_pages, v_pages, arguments: RaggedArguments, backend: str
 ) -> tuple[Backend, RaggedSpec, RaggedOperands]:
     """Returns a checked call: what `attended` takes. Raises as `ragged_paged_attention` does."""
-    spec, operands = validate_ragged.canonicalize(q, k_pages, v_pages, arguments)
+    with WORDS:
+        spec, operands = validate_ragged.canonicalize(q, k_pages, v_pages, arguments)
     platform = dispatch.platform_of((q, k_pages, v_pages))
     problem = ragged.describe(operands, spec)
     return dispatch.select(problem, backend, platform=platform), spec, operands
@@ -292,6 +297,11 @@ def _with_new(operands: RaggedOperands, a: RaggedArguments, pages, new) -> Ragge
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(backend: Backend, spec: RaggedSpec, operands: RaggedOperands):
+    if not len(operands.q):
+        empty = DecodeOperands(
+            operands.q[None], operands.k, operands.v, kv_lengths=None, q_offset=None
+        )
+        return tuple(x[0] for x in of_nothing(empty, spec.decode))
     operands = mesh_axes.spread(operands, mesh_axes.varying(operands))
     unit = spec.decode.attention.unit(operands.alibi_slopes is not None)
     if mesh_axes.mesh_of(operands[:3]) is None:

@@ -372,7 +372,7 @@ def test_what_jax_nn_takes_and_we_refuse_says_what_to_do():
     ours, theirs = fp.dot_product_attention, jax.nn.dot_product_attention
     scaled = lambda f: jax.jit(lambda s: f(q, k, v, scale=s))
     assert scaled(theirs)(0.3).shape == q.shape
-    with pytest.raises(TypeError, match=r"scale is traced.*multiply q by it"):
+    with pytest.raises(TypeError, match=r"scale is traced.*multiply query by it"):
         scaled(ours)(0.3)
     hessian = lambda f: jax.jacrev(jax.grad(lambda q: jnp.sum(f(q, k[:1], v[:1]))))(q[:1, :1])
     assert hessian(theirs).shape == (1, 1, 4, 16) * 2

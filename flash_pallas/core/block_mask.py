@@ -200,7 +200,9 @@ class BlockMask:
         """
         if not hasattr(mask, "dtype") or mask.dtype != jnp.bool_:
             raise TypeError(
-                f"mask must be an array of bool, got {getattr(mask, 'dtype', type(mask))}"
+                "mask must be an array of bool, got "
+                f"{getattr(mask, 'dtype', type(mask).__name__)}: convert it with jnp.array(mask, "
+                "bool)"
             )
         if mask.ndim != 4:
             raise ValueError(f"mask has shape {mask.shape}: it must be [B or 1, N or 1, T, S]")

@@ -26,8 +26,8 @@ MAX_OFFSET = 2**30
 # Stands for a sink of +inf, which takes all of the weight: finite in base 2 and divided by a scale.
 LARGEST_SINK = 1e30
 WINDOWS = (
-    "it must be an int, (left, right) or None, how many keys are visible on either side of a query; "
-    "a side is an int, an integer array (one number, or one per batch entry), or None for "
+    "it must be an int, (left, right) or None, how many keys are visible on either side of a "
+    "query; a side is an int, an integer array (one number, or one per batch entry), or None for "
     "unbounded, as in (128, 0)"
 )
 EMPTY_ROWS = ("zero", "mean")
@@ -181,9 +181,8 @@ def offset(q_offset, sizes: Sizes, causal: bool = False):
     except TypeError:
         found = None
     if found is None or isinstance(q_offset, (bool, np.bool_)):
-        raise TypeError(
-            f"q_offset must be an int or an int32 array of the batch's shape, got {q_offset!r}"
-        )
+        wanted = f"an int, or an integer array of shape {sizes.batch_shape} or ()"
+        raise TypeError(_no_array("q_offset", wanted, q_offset))
     _check_offset(found)
     return found, None
 
@@ -430,6 +429,16 @@ def _pairwise(name: str, x, sizes: Sizes):
     return mesh_axes.folded(x, 3)
 
 
+def check_broadcasts(name: str, x, full: tuple[int, ...]) -> None:
+    """Raises ValueError unless x, also of fewer axes, broadcasts to scores of this shape."""
+    room = full[len(full) - x.ndim :]
+    if x.ndim > len(full) or any(a not in (1, b) for a, b in zip(x.shape, room, strict=True)):
+        raise ValueError(
+            f"{name} has shape {x.shape}: it must broadcast to [*batch, heads, q_length, "
+            f"kv_length], {full}{missing_axes(name, x.shape, full)}"
+        )
+
+
 def slopes(value, sizes: Sizes):
     """Returns ALiBi slopes, [B, N] in the dtype of scores, or None."""
     return None if value is None else _per_head("alibi_slopes", value, sizes)
@@ -447,7 +456,10 @@ def _per_head(name: str, value, sizes: Sizes):
     shapes = (sizes.q_heads,), (*sizes.batch_shape, sizes.q_heads)
     value = _array(name, value, shapes[0])
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {value.dtype}: it must be a float")
+        raise TypeError(
+            f"{name} has dtype {value.dtype}: it must be a float; cast with "
+            f"{name}.astype(jnp.float32)"
+        )
     if value.shape not in shapes:
         raise ValueError(
             f"{name} has shape {value.shape}: it must be one per query head, {shapes[0]}, or one "
@@ -601,10 +613,10 @@ def _per_query_head(x, sizes: Sizes):
 
 def _no_array(name: str, wanted: str, x) -> str:
     """Returns the message for what is no array, with the way out for a list or a number."""
-    way_out = "convert it with jnp.array(...)"
-    if isinstance(x, (list, tuple)) and len(str(x)) < 60:
-        way_out = f"pass jnp.array({x!r})"
-    return f"{name} must be {wanted}, got {type(x).__name__}: {reprlib.repr(x)}; {way_out}"
+    way_out = ""
+    if isinstance(x, (list, tuple)):
+        way_out = f"; pass jnp.array({x if len(str(x)) < 60 else '...'})"
+    return f"{name} must be {wanted}, got {type(x).__name__}: {reprlib.repr(x)}{way_out}"
 
 
 def _array(name: str, x, shape):

@@ -414,7 +414,9 @@ def lengths_of_rank(x, rank: int, room: int) -> Any:
 
     They are clipped to [0, room], as jax.nn takes any integers.
     """
-    if x is None or isinstance(x, bool) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+    if not isinstance(x, int) and not checks.is_array(x):
+        return x
+    if isinstance(x, bool) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
         return x
     x = of_rank(x, rank) if np.ndim(x) else x
     return min(max(x, 0), room) if isinstance(x, int) else jnp.clip(x, 0, room)
@@ -462,6 +464,7 @@ _SLIDING = "{} leaves out the query's own key: (sliding_window - 1, 0)"
 _LSE = "flash_attention_with_lse returns the log-sum-exp, float32 [*B, N, T]"
 _NO_WEIGHTS = "the weights never lie in memory, so they cannot be returned"
 _MATMULS = "the kernels have matmuls of their own: leave it out; see precision"
+_CAUSAL = "its queries are always causal: leave it out"
 _PAGES = "flash_decode reads pages of a cache"
 # By a name of another library, where it means another thing there; {} is the name here.
 MEANINGS = {
@@ -495,6 +498,8 @@ MEANINGS = {
 }
 # By a name of another library, what to do without such an argument.
 INSTEAD = {
+    "causal": _CAUSAL,
+    "is_causal": _CAUSAL,
     "cu_seqlens": _PACKED,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = str(Path(__file__).parent.parent)
 # Names that are words of prose too. They are arguments where this follows.
-PROSE = frozenset({"backend", "bias", "causal", "deterministic", "mask", "scale", "window"})
+PROSE = frozenset({"bias", "causal", "deterministic", "mask", "scale", "window"})
 AN_ARGUMENT = r"(?=[\[=.:,;)]| is\b| has\b| must\b| and\b| contains\b| [({'\d])"
 
 
