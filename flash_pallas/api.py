@@ -244,7 +244,8 @@ def flash_attention_with_lse(
 
     Returns:
         o [*B, T, N, Hv] in q's dtype, and lse [*B, N, T] in float32 (float64 for float64), the
-        natural logarithm; -inf for a query that sees no key.
+        natural logarithm; -inf for a query that sees no key. With `sinks`, such a query and one
+        that a negative id makes padding have their sink; one beyond `q_lengths` has -inf.
 
     Raises:
         TypeError: and others, as `flash_attention` lists them.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flash_pallas import flash_attention, integrations
-from flash_pallas.integrations import transformers
+from flash_pallas.integrations import levanter, transformers
 from flash_pallas.integrations._hooks import Client, Hook, Patch
 from flash_pallas.integrations._visible import Visible
 
@@ -64,6 +64,25 @@ def test_hooks_stay_where_they_were_imported_if_not_everywhere(library):
     library, user = library
     with Patch(lambda: [Hook(library, "function", abs)]).installed():
         assert library.function is abs and user.function(1) == 2
+
+
+def test_derivatives_of_other_orders_are_asked_for_at_installation(monkeypatch):
+    patch = Patch(lambda: [])
+    with patch.installed(differentiable="any"):
+        assert patch.differentiable == "any"
+    patch.install()
+    assert patch.differentiable == "reverse"
+    with pytest.raises(ValueError, match="differentiable is 'twice': choose 'reverse', or 'any'"):
+        patch.install(differentiable="twice")
+    attend = levanter._of_arrays(abs, types.SimpleNamespace(AttentionMask=int))
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+    call = lambda q: attend(q, x, x, None)
+    with pytest.raises(TypeError, match="differentiable='any'"):
+        jax.jvp(call, (x,), (x,))
+    monkeypatch.setattr(levanter._PATCH, "differentiable", "any")
+    value, tangent = jax.jvp(call, (x,), (0 * x,))
+    np.testing.assert_allclose(value, call(x), rtol=0, atol=1e-6)
+    assert not tangent.any()
 
 
 def test_what_was_compiled_is_traced_again(library):

@@ -24,7 +24,9 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def to_flash(model: Any, *, causal: bool = False, window: Any = None) -> Any:
+def to_flash(
+    model: Any, *, causal: bool = False, window: Any = None, differentiable: str = "reverse"
+) -> Any:
     """Replaces every `equinox.nn.MultiheadAttention` of a model by one on `flash_attention`.
 
     Parameters, their order and the arguments of a call stay, so weights, optimizer states and files
@@ -39,6 +41,8 @@ def to_flash(model: Any, *, causal: bool = False, window: Any = None) -> Any:
         model: any pytree, such as a module.
         causal: a query sees no key after its own position, in every layer.
         window: as in `flash_attention`, in every layer: an int, (left, right), or None.
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
 
     Returns:
         The model with other layers. Arrays are shared with the old one.
@@ -57,7 +61,7 @@ def to_flash(model: Any, *, causal: bool = False, window: Any = None) -> Any:
     layer = _layer()
 
     def replaced(x: Any) -> Any:
-        return layer(x, causal, window) if is_layer(x) else x
+        return layer(x, causal, window, differentiable) if is_layer(x) else x
 
     is_layer = lambda x: isinstance(x, _CLIENT.imported("equinox").nn.MultiheadAttention)
     return jax.tree.map(replaced, model, is_leaf=is_layer)
@@ -80,12 +84,14 @@ def _layer() -> Any:
 
         causal: bool = eqx.field(static=True)
         window: Any = eqx.field(static=True)
+        differentiable: str = eqx.field(static=True)
 
-        def __init__(self, layer, causal, window):
+        def __init__(self, layer, causal, window, differentiable):
             for name in _FIELDS:
                 setattr(self, name, getattr(layer, name))
             self.causal = causal
             self.window = window
+            self.differentiable = differentiable
 
         def __call__(self, query, key_, value, mask=None, **options):
             return _attend(self, (query, key_, value), mask, **options)
@@ -133,6 +139,7 @@ def _attend(
         q_offset=0,  # as in equinox, where a mask alone says which position a query has
         mask=mask[None] if mask is not None and mask.ndim == 2 else mask,
         empty_rows="mean",
+        differentiable=layer.differentiable,
         **({"dropout_rate": rate, "dropout_seed": key} if rate else {}),
     )
     return jax.vmap(layer.output_proj)(o.reshape(len(o), -1))

@@ -22,7 +22,7 @@ _CLIENT = Client("gemma", "gemma", "4.0.1")
 _CALL = ("self", "x", "segment_pos", "cache", "attn_mask")
 
 
-def install() -> None:
+def install(*, differentiable: str = "reverse") -> None:
     """Makes the transformers of `gemma` compute attention by `flash_attention`.
 
     It takes over `Attention` of Gemma 2 and 3 and of Gemma 4
@@ -36,6 +36,10 @@ def install() -> None:
     stays as it is. JAX's caches are cleared,
     so that what it has compiled is traced again.
 
+    Args:
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
+
     Raises:
         ImportError: gemma is not installed, or its functions have other parameters.
 
@@ -44,7 +48,7 @@ def install() -> None:
         >>> gemma.install()  # doctest: +SKIP
         >>> gemma.uninstall()
     """
-    _PATCH.install()
+    _PATCH.install(differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -52,9 +56,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed() -> AbstractContextManager[None]:
+def installed(*, differentiable: str = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
-    return _PATCH.installed()
+    return _PATCH.installed(differentiable=differentiable)
 
 
 def _hooks() -> list[Hook]:
@@ -201,6 +205,7 @@ def _attend(layer: Any, kinds: Any, arrays: tuple, seen: _Seen, scale: float) ->
         scale=scale,
         softcap=layer.attn_logits_soft_cap,
         empty_rows="mean",
+        differentiable=_PATCH.differentiable,
         **seen.keywords(layer.sliding_window_size if local else None),
     )
     return layer.attn_vec_einsum("BTNH,NHD->BTD", o)

@@ -24,7 +24,7 @@ _MASK_ARGUMENTS = (
 )  # fmt: skip
 
 
-def install() -> None:
+def install(*, differentiable: str = "reverse") -> None:
     """Makes Keras compute attention by `flash_attention`.
 
     It takes over `keras.ops.dot_product_attention` and the layers `MultiHeadAttention` and
@@ -36,6 +36,10 @@ def install() -> None:
 
     JAX's caches are cleared, so that what it has compiled is traced again.
 
+    Args:
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
+
     Raises:
         ImportError: keras is not installed, or its functions have other parameters.
         RuntimeError: Keras runs on another backend than JAX.
@@ -45,7 +49,7 @@ def install() -> None:
         >>> keras.install()  # doctest: +SKIP
         >>> keras.uninstall()
     """
-    _PATCH.install()
+    _PATCH.install(differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -53,9 +57,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed() -> AbstractContextManager[None]:
+def installed(*, differentiable: str = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
-    return _PATCH.installed()
+    return _PATCH.installed(differentiable=differentiable)
 
 
 class _Masks(NamedTuple):
@@ -234,6 +238,7 @@ def _attend(arrays: tuple[Any, Any, Any], masks: _Masks, *, bias=None, scale=Non
         bias=None if bias is None else _of_rank_4(backend.convert_to_tensor(bias, dtype=dtype)),
         scale=None if scale is None else float(scale),
         empty_rows="mean",
+        differentiable=_PATCH.differentiable,
         **masks.keywords(q, k),
         **options,
     )

@@ -26,7 +26,7 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def install() -> None:
+def install(*, differentiable: str = "reverse") -> None:
     """Makes Levanter compute attention by `flash_attention`.
 
     It takes over two functions of Levanter (https://github.com/marin-community/marin,
@@ -43,6 +43,10 @@ def install() -> None:
 
     JAX's caches are cleared, so that what it has compiled is traced again.
 
+    Args:
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
+
     Raises:
         ImportError: levanter is not installed, or its functions have other parameters.
 
@@ -51,7 +55,7 @@ def install() -> None:
         >>> levanter.install()  # doctest: +SKIP
         >>> levanter.uninstall()
     """
-    _PATCH.install()
+    _PATCH.install(differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -59,9 +63,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed() -> AbstractContextManager[None]:
+def installed(*, differentiable: str = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
-    return _PATCH.installed()
+    return _PATCH.installed(differentiable=differentiable)
 
 
 def _hooks() -> list[Hook]:
@@ -92,7 +96,8 @@ def _of_arrays(theirs: Callable, core: Any) -> Callable:
         else:
             dense = mask[None, None] if mask.ndim == 2 else mask[:, None]
             found = {"mask" if mask.dtype == bool else "bias": dense}
-        return flash_attention(q, k, v, q_offset=0, empty_rows="mean", **found).astype(v.dtype)
+        found |= {"empty_rows": "mean", "differentiable": _PATCH.differentiable}
+        return flash_attention(q, k, v, q_offset=0, **found).astype(v.dtype)
 
     return attention
 
@@ -172,6 +177,7 @@ def _attend(axes, arrays, mask, options: dict[str, Any], layers: Any) -> Any:
         softcap=options.get("logits_soft_cap"),
         precision=options.get("precision"),
         empty_rows="mean",
+        differentiable=_PATCH.differentiable,
         **dropout,
         **found,
     )

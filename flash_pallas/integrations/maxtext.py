@@ -28,7 +28,7 @@ _ARGUMENTS = (
 _KERNELS = ("autoselected", "flash")
 
 
-def install() -> None:
+def install(*, differentiable: str = "reverse") -> None:
     """Makes MaxText compute attention by `flash_attention`.
 
     It takes over `AttentionOp.apply_attention` (https://github.com/AI-Hypercomputer/maxtext, 0.2.5)
@@ -43,6 +43,10 @@ def install() -> None:
 
     JAX's caches are cleared, so that what it has compiled is traced again.
 
+    Args:
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
+
     Raises:
         ImportError: maxtext is not installed, or its method has other parameters.
 
@@ -51,7 +55,7 @@ def install() -> None:
         >>> maxtext.install()  # doctest: +SKIP
         >>> maxtext.uninstall()
     """
-    _PATCH.install()
+    _PATCH.install(differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -59,9 +63,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed() -> AbstractContextManager[None]:
+def installed(*, differentiable: str = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
-    return _PATCH.installed()
+    return _PATCH.installed(differentiable=differentiable)
 
 
 def _hooks() -> list[Hook]:
@@ -140,6 +144,7 @@ def _attend(layer: Any, op: Any, arrays: Any, q_ids: Any, rest: dict[str, Any]) 
         softcap=layer.attn_logits_soft_cap or None,
         sinks=rest.get("sinks"),
         empty_rows="mean",
+        differentiable=_PATCH.differentiable,
         **found,
     )
 

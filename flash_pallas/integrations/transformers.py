@@ -29,7 +29,7 @@ _WEIGHTS = "dot_product_attention_weights"
 _UNKNOWN = "which flash_pallas has not: leave this model out of install(...)"
 
 
-def install(*models: str) -> None:
+def install(*models: str, differentiable: str = "reverse") -> None:
     """Makes Flax models of transformers compute attention by `flash_attention`.
 
     Some thirty models (https://github.com/huggingface/transformers, 4.57) call Flax's
@@ -47,6 +47,8 @@ def install(*models: str) -> None:
     Args:
         *models: names of folders in `transformers.models`, such as "llama"; none is all models
             whose Flax module is imported by now.
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
 
     Raises:
         ImportError: transformers is not installed, is a version without Flax models, or a model
@@ -57,7 +59,7 @@ def install(*models: str) -> None:
         >>> transformers.install("llama", "gpt2")  # doctest: +SKIP
         >>> transformers.uninstall()
     """
-    _PATCH.install(*models)
+    _PATCH.install(*models, differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -65,9 +67,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed(*models: str) -> AbstractContextManager[None]:
+def installed(*models: str, differentiable: str = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` of the models for the body of a `with` statement."""
-    return _PATCH.installed(*models)
+    return _PATCH.installed(*models, differentiable=differentiable)
 
 
 def _hooks(*models: str) -> list[Hook]:
@@ -281,7 +283,8 @@ class _Weights:
         # debug_nans finds the NaN of padding at a conversion, even at one that changes nothing.
         arrays = self.q, self.k, v
         q, k, values = (x if x.dtype == dtype else x.astype(dtype) for x in arrays)
-        o = flash_attention(q, k, values, empty_rows="mean", **self.options)
+        options = {"empty_rows": "mean", "differentiable": _PATCH.differentiable}
+        o = flash_attention(q, k, values, **options, **self.options)
         return (o * self.heads).astype(v.dtype)
 
     def __getattr__(self, name: str) -> NoReturn:
