@@ -170,7 +170,9 @@ def flash_attention(
             mode (jax.jvp, jax.jacfwd) and derivatives of every order (jax.hessian, gradients of
             gradients) besides. With "any" the gradient runs the same kernels. hopper and portable
             have kernels for tangents too, and hopper for most Hessian-vector products; the rest is
-            blockwise jnp: slower, in memory linear in T and S. `explain` says which.
+            blockwise jnp: slower, in memory linear in T and S. `explain` says which. Attention is
+            linear in v, but `jax.linear_transpose` has no rule for it: take `jax.vjp`, or with
+            "any" transpose the function that `jax.linearize` returns.
         backend: "auto" takes the fastest that can run the call; "hopper", "cudnn", "portable" or
             "xla" takes this one or raises. "auto" chooses for the device that the arrays were put
             on, or `jax.default_device`; for other devices than the default ones, under jit say

@@ -168,6 +168,7 @@ def test_generation_goes_on_from_the_checkpoint(tmp_path):
     assert output.count("bytes/s with") == 2
 
 
+@pytest.mark.thorough
 def test_generation_does_not_train_in_a_folder_that_was_named(tmp_path):
     process = start("generate.py", "--model-dir", "typo", cwd=tmp_path)
     _, errors = process.communicate()

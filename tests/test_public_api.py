@@ -366,6 +366,17 @@ def test_where_dot_product_attention_differs_from_jax_nn():
     assert jnp.isneginf(lse[:, 4]).all() and jnp.isfinite(lse[:, :4]).all()
 
 
+def test_the_log_sum_exp_of_padding_next_to_sinks():
+    q, _, _ = inputs(2)
+    sinks, ids = jnp.arange(4.0), jnp.where(jnp.arange(q.shape[1]) < 2, 0, -1)
+    ids = jnp.broadcast_to(ids, q.shape[:2])
+    lse = lambda **given: fp.flash_attention_with_lse(q, q, q, sinks=sinks, **given)[1][:, :, 2:]
+    padded = jnp.broadcast_to(sinks[:, None], (len(q), 4, q.shape[1] - 2))
+    np.testing.assert_array_equal(lse(q_segment_ids=ids, kv_segment_ids=ids), padded)
+    np.testing.assert_array_equal(lse(kv_lengths=0), padded)
+    np.testing.assert_array_equal(lse(q_lengths=2), jnp.full_like(padded, -jnp.inf))
+
+
 @pytest.mark.thorough
 def test_what_jax_nn_takes_and_we_refuse_says_what_to_do():
     q, k, v = inputs(2)

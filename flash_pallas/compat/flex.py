@@ -311,10 +311,11 @@ def _masking(block_mask: BlockMask | None, q, k) -> dict[str, Any]:
     if block_mask is None:
         return {}
     if not isinstance(block_mask, BlockMask):
+        kind = type(block_mask)
+        given = "an array" if checks.is_array(block_mask) else f"{kind.__module__}.{kind.__name__}"
         raise TypeError(
-            f"block_mask must come from create_block_mask, got {type(block_mask).__module__}."
-            f"{type(block_mask).__name__}; flash_pallas.flash_attention takes a flash_pallas."
-            "BlockMask"
+            f"block_mask must come from create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN), got "
+            f"{given}; flash_pallas.flash_attention takes a flash_pallas.BlockMask"
         )
     sizes = (jnp.shape(q)[0], jnp.shape(q)[2], jnp.shape(q)[1], jnp.shape(k)[1])
     broadcast = [made in (size, 1) for made, size in zip(block_mask.shape[:2], sizes, strict=False)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..frontend import arguments as checks
-from ..frontend.validate import suggested
+from ..frontend.validate import as_array, suggested
 from ..frontend.words import Words
 from ._refusal import check_heads_first
 
@@ -136,8 +136,8 @@ def scaled_dot_product_attention(
             "attn_mask is given and is_causal is True, which PyTorch's documentation excludes: put "
             "the causal mask into attn_mask, or call flash_attention(causal=True, mask=...)"
         )
-    without_heads = jnp.ndim(query) == 3
     named = {"query": query, "key": key, "value": value}
+    without_heads = {as_array(name, x).ndim for name, x in named.items()} == {3}
     check_heads_first(named, enable_gqa, has_heads=not without_heads)
     arrays = [_sequence_first(x, without_heads) for x in (query, key, value)]
     options: dict[str, Any] = {"causal": is_causal, "q_offset": 0, "scale": scale}

@@ -549,10 +549,12 @@ def block_lists(a: Arguments, sizes: Sizes):
     """
     found = a.block_mask
     if not isinstance(found, BlockMask):
+        given = (
+            "an array" if is_array(found) else f"{type(found).__module__}.{type(found).__name__}"
+        )
         raise TypeError(
-            f"block_mask must be a flash_pallas.BlockMask, got {type(found).__module__}."
-            f"{type(found).__name__}: make one by BlockMask.from_mask_mod, from_indices or "
-            "from_dense"
+            f"block_mask must be a flash_pallas.BlockMask, got {given}: make one by "
+            "BlockMask.from_mask_mod, from_indices or from_dense"
         )
     found.check(sizes.q_len, sizes.kv_len, sizes.batch, (sizes.q_heads, sizes.kv_heads))
     given = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}

@@ -168,7 +168,7 @@ def attention(layer):
     if not isinstance(layer.context_parallel, ContextParallel):
         raise TypeError(
             f"context_parallel is {layer.context_parallel!r}: pass "
-            "flash_pallas.parallel.ContextParallel(mesh, axis)"
+            "flash_pallas.parallel.ContextParallel(axis), with the name of a mesh axis"
         )
     if layer.attention is not flash_attention:
         raise ValueError("context_parallel replaces attention=: set only one of them.")
