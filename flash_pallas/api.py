@@ -521,7 +521,7 @@ def dot_product_attention(
     with JAX_WORDS:
         if 3 <= rank == len(shapes[1]):
             for name, x in (("bias", bias), ("mask", mask)):
-                if checks.is_array(x) and jnp.shape(x)[:-rank] != (1,):
+                if x is not None and checks.is_array(x) and jnp.shape(x)[:-rank] != (1,):
                     full = *shapes[0][:-3], shapes[0][-2], q_len, kv_len
                     checks.check_broadcasts(name, x, full)
         o, lse = flash_attention_with_lse(

@@ -433,7 +433,7 @@ PLACED = {
 
 @pytest.fixture
 def logged(caplog):
-    """What is logged at WARNING; nothing has been logged yet."""
+    """Messages at WARNING, of which there are none yet."""
     dispatch._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "flash_pallas"):
         yield lambda: [record.getMessage() for record in caplog.records]

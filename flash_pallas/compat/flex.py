@@ -166,7 +166,8 @@ def _sizes(**sizes) -> tuple[int, int, int, int]:
                 f"{name} is {size!r}: it must be a positive int{', or None for any' * optional}; "
                 "the order is mask_mod, B, H, Q_LEN, KV_LEN"
             )
-    return tuple(map(int, sizes.values()))
+    b, h, q_len, kv_len = map(int, sizes.values())
+    return b, h, q_len, kv_len
 
 
 @suggested
@@ -223,7 +224,9 @@ def create_block_mask(
     sizes = checks.Sizes(shape[:1], Q_LEN, KV_LEN, shape[1], shape[1], jnp.float32)
     try:
         with WORDS:
-            checks.marks(checks.mod("mask_mod", mask_mod, sizes, positions))
+            if (traced := checks.mod("mask_mod", mask_mod, sizes, positions)) is None:
+                raise TypeError("mask_mod is None: pass noop_mask, or block_mask=None")
+            checks.marks(traced)
     except ValueError as error:
         if error.__cause__ is not None or DENSE in str(error):
             raise  # JAX's own refusal would be the same
