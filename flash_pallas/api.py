@@ -14,7 +14,7 @@ from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
 from .frontend.dispatch import Explanation
 from .frontend.validate import same_arguments, suggested
-from .frontend.words import Words
+from .frontend.words import LONG_NAMES, Words
 from .transforms import any_order, derivatives
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 # What jax.nn calls the arguments of `flash_attention`.
 JAX_WORDS = Words(
     {
-        "q": "query",
-        "k": "key",
-        "v": "value",
+        **LONG_NAMES,
         "causal": "is_causal",
         "window": "local_window_size",
         "q_lengths": "query_seq_lengths",

@@ -51,6 +51,10 @@ FUNCTIONS = {
     "a mask of numbers": (lambda: attend(mask=TABLE), "mask has dtype float32|mask.astype(bool)"),
     "a backend": (lambda: attend(backend="tpu"), "backend is 'tpu'|'portable'|'xla'"),
     "another name": (lambda: attend(is_causal=True), "'is_causal'|did you mean 'causal'"),
+    "too many by position": (
+        lambda: fp.flash_attention(Q, KEYS, KEYS, True),
+        "3 arguments by position|q, k, v|got 4|by name",
+    ),
     "a causal step": (lambda: attend(Q[:, :1], causal=True), "q_offset=8|q_offset=0"),
     "dropout": (lambda: attend(dropout_rate=0.5), "dropout_seed is None|jax.random.key(0)"),
     "a mask as a block mask": (

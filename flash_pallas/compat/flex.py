@@ -18,7 +18,7 @@ import numpy as np
 from ..api import flash_attention, flash_attention_with_lse, flash_attention_with_max_logit
 from ..frontend import arguments as checks
 from ..frontend.validate import suggested
-from ..frontend.words import Words
+from ..frontend.words import LONG_NAMES, Words
 from ._band import ANY, Band, band_of
 from ._refusal import check_heads_first, refuse
 
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 DENSE = "pass dense=True, which evaluates the mask into an array of Q_LEN x KV_LEN bytes"
 WORDS = Words(
     {
-        "q": "query",
-        "k": "key",
-        "v": "value",
+        **LONG_NAMES,
         "score, b, n, i, j": "score, b, h, q_idx, kv_idx",
         "b, n, i, j": "b, h, q_idx, kv_idx",
         "the score, i or j": "the score, q_idx or kv_idx",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..api import flash_attention
 from ..frontend import arguments as checks
 from ..frontend.validate import as_array, suggested
-from ..frontend.words import Words
+from ..frontend.words import LONG_NAMES, Words
 from ._refusal import check_heads_first
 
 if TYPE_CHECKING:
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 WORDS = Words(
     {
-        "q": "query",
-        "k": "key",
-        "v": "value",
+        **LONG_NAMES,
         "causal": "is_causal",
         "mask": "attn_mask",
         "bias": "attn_mask",

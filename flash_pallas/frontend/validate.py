@@ -580,11 +580,20 @@ _OPTIONS = frozenset(field.name for field in dataclasses.fields(Arguments))
 
 
 def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Wraps `function` so that its TypeError for an unknown argument says which one was meant."""
-    names = frozenset(inspect.signature(function).parameters)
+    """Wraps `function` so that TypeErrors for unknown arguments, or too many, say what to do."""
+    parameters = inspect.signature(function).parameters
+    names = frozenset(parameters)
+    by_place = [x.name for x in parameters.values() if x.kind == x.POSITIONAL_OR_KEYWORD]
+    bounded = all(x.kind != x.VAR_POSITIONAL for x in parameters.values())
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if bounded and len(args) > len(by_place):
+            raise TypeError(
+                f"{function.__name__}() takes {len(by_place)} arguments by position, "
+                f"{', '.join(by_place)}, and got {len(args)}: pass the others by name, as in "
+                f"{(sorted(names.difference(by_place)) or by_place)[0]}=..."
+            )
         if not names.issuperset(kwargs):
             raise TypeError(unexpected(function.__name__, kwargs.keys() - names, names))
         return function(*args, **kwargs)

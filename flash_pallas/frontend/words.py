@@ -10,6 +10,7 @@ PACKAGE = str(Path(__file__).parent.parent)
 # Names that are words of prose too. They are arguments where this follows.
 PROSE = frozenset({"bias", "causal", "deterministic", "mask", "scale", "window"})
 AN_ARGUMENT = r"(?=[\[=.:,;)]| is\b| has\b| must\b| and\b| contains\b| [({'\d])"
+LONG_NAMES = {"q": "query", "k": "key", "v": "value"}  # of most libraries
 
 
 class Words(contextlib.ContextDecorator):

@@ -14,9 +14,20 @@ from typing import Any
 import jax
 
 from ..api import flash_attention
+from ..frontend.words import Words
 from ._hooks import Client
 
 _CLIENT = Client("equinox", "equinox", "0.13.8")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        "q": "query",
+        "k": "key_",
+        "v": "value",
+        "dropout_seed": "key",
+        "dropout_rate": "dropout.p",
+    }
+)
 _FIELDS = (
     "query_proj", "key_proj", "value_proj", "output_proj", "dropout", "num_heads", "query_size",
     "key_size", "value_size", "output_size", "qk_size", "vo_size", "use_query_bias",
@@ -99,6 +110,7 @@ def _layer() -> Any:
     return FlashMultiheadAttention
 
 
+@WORDS
 def _attend(
     layer: Any,
     inputs: tuple[Any, Any, Any],

@@ -16,9 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend.words import Words
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("gemma", "gemma", "4.0.1")
+# What its layers call the arguments of `flash_attention`.
+WORDS = Words({"softcap": "attn_logits_soft_cap", "mask": "attn_mask"})
 _CALL = ("self", "x", "segment_pos", "cache", "attn_mask")
 
 
@@ -191,6 +194,7 @@ class _Seen(NamedTuple):
         }
 
 
+@WORDS
 def _attend(layer: Any, kinds: Any, arrays: tuple, seen: _Seen, scale: float) -> Any:
     """Computes attention of [B, L, N, H] and [B, S, K, H] arrays, and the output projection."""
     q, k, v = arrays

@@ -15,9 +15,20 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend.words import LONG_NAMES, Words
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("keras", "keras", "3.15.1")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "causal": "is_causal",
+        "softcap": "attn_logits_soft_cap",
+        "window": "sliding_window",
+        "dropout_rate": "dropout",
+    }
+)
 _MASK_ARGUMENTS = (
     "self", "query", "value", "query_mask", "value_mask", "key_mask", "attention_mask",
     "use_causal_mask",
@@ -219,6 +230,7 @@ def _dropout(layer: Any, training: bool | None) -> dict[str, Any]:
     return {"dropout_rate": float(rate), "dropout_seed": layer._dropout_layer.seed_generator.next()}
 
 
+@WORDS
 def _attend(arrays: tuple[Any, Any, Any], masks: _Masks, *, bias=None, scale=None, **options):
     """Computes attention of [B, T, N, H] arrays in the dtype that Keras would compute in."""
     backend = _CLIENT.imported("keras.src.backend")

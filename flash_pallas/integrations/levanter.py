@@ -16,9 +16,21 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend.words import LONG_NAMES, Words
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("marin-levanter", "levanter", "0.2.227.dev40316220070")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "softcap": "logits_soft_cap",
+        "scale": "scaling_factor",
+        "sinks": "attn_sink",
+        "dropout_rate": "dropout",
+        "dropout_seed": "prng",
+    }
+)
 _ARGUMENTS = (
     "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision",
     "use_flash", "attn_backend", "flash_block_size", "dropout", "logits_soft_cap",
@@ -148,6 +160,7 @@ def _of_names(theirs: Callable, layers: Any) -> Callable:
     return dot_product_attention
 
 
+@WORDS
 def _attend(axes, arrays, mask, options: dict[str, Any], layers: Any) -> Any:
     """Computes attention of arrays with named axes; `options` are those of Levanter's function."""
     hax = _CLIENT.imported("haliax")

@@ -16,9 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention_with_max_logit
+from ..frontend.words import LONG_NAMES, Words
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("maxtext", "maxtext", "0.2.5")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "softcap": "attn_logits_soft_cap",
+        "q_segment_ids": "decoder_segment_ids",
+        "kv_segment_ids": "decoder_segment_ids_kv",
+    }
+)
 _ARGUMENTS = (
     "self", "query", "key", "value", "decoder_segment_ids", "segment_positions", "lengths",
     "model_mode", "use_ragged_attention", "previous_chunk", "bidirectional_mask", "sinks",
@@ -125,6 +135,7 @@ def _refuse(layer: Any, kinds: Any, rest: dict[str, Any]) -> None:
         raise NotImplementedError(f"flash_pallas in MaxText cannot do {'; '.join(found)}")
 
 
+@WORDS
 def _attend(layer: Any, op: Any, arrays: Any, q_ids: Any, rest: dict[str, Any]) -> Any:
     """Computes attention of [B, T, N, H], whose queries MaxText has scaled."""
     q, k, v = arrays

@@ -21,10 +21,18 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend.words import LONG_NAMES, Words
 from ._hooks import Client, Hook, Patch
 from ._visible import Visible
 
 _CLIENT = Client("transformers", "transformers", "4.57.6")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "dropout_seed": "dropout_rng",
+    }
+)
 _WEIGHTS = "dot_product_attention_weights"
 _UNKNOWN = "which flash_pallas has not: leave this model out of install(...)"
 
@@ -277,6 +285,7 @@ class _Weights:
         """Returns weights multiplied by a factor for each head, [N] or [B, N]."""
         return _Weights(self.q, self.k, self.options, self.heads * heads[..., None])
 
+    @WORDS
     def of(self, v: Any) -> Any:
         """Returns the output [*B, T, N, Hv] for values [*B, S, N, Hv]."""
         dtype = jnp.result_type(self.q, self.k, v)

@@ -13,12 +13,10 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..frontend.validate import as_array, check_shapes
-from ..frontend.words import Words
+from ..frontend.words import LONG_NAMES, Words
 from ._options import scores_shape, truth, with_rank
 
-WORDS = Words(
-    {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "dropout_seed": "dropout_rng"}
-)
+WORDS = Words({**LONG_NAMES, "causal": "is_causal", "dropout_seed": "dropout_rng"})
 
 
 def attention_fn(
