@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,23 @@ from .frontend.dispatch import Explanation
 from .frontend.validate import same_arguments, suggested
 from .frontend.words import LONG_NAMES, Words
 from .transforms import any_order, derivatives
-
-if TYPE_CHECKING:
-    import numpy as np
-    from jaxtyping import Array, Bool, Float, Int
-
-    AnyArray = Array | np.ndarray
-    # What explain takes for an array.
-    Shaped = AnyArray | jax.ShapeDtypeStruct
+from .typing import (
+    AnyArray,
+    Array,
+    BackendName,
+    Bool,
+    Differentiable,
+    EmptyRows,
+    Float,
+    Int,
+    Integer,
+    MaskMod,
+    MeshAxes,
+    Precision,
+    ScoreMod,
+    Shaped,
+    Window,
+)
 
 # What jax.nn calls the arguments of `flash_attention`.
 JAX_WORDS = Words(
@@ -52,32 +61,32 @@ def flash_attention(
     v: Float[AnyArray, "*B S K Hv"],
     *,
     causal: bool = False,
-    window: int | Int[AnyArray, "*#B"] | tuple[Any, Any] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
-    q_offset: int | Int[AnyArray, "*B"] | None = None,
+    q_offset: Integer | Int[AnyArray, "*B"] | None = None,
     q_positions: Int[AnyArray, "*B T"] | None = None,
     kv_positions: Int[AnyArray, "*B S"] | None = None,
     q_segment_ids: Int[AnyArray, "*B T"] | None = None,
     kv_segment_ids: Int[AnyArray, "*B S"] | None = None,
-    q_lengths: int | Int[AnyArray, "*B"] | None = None,
-    kv_lengths: int | Int[AnyArray, "*B"] | None = None,
+    q_lengths: Integer | Int[AnyArray, "*B"] | None = None,
+    kv_lengths: Integer | Int[AnyArray, "*B"] | None = None,
     bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
     mask: Bool[AnyArray, "*#B #N #T #S"] | None = None,
     softcap: float | None = None,
     alibi_slopes: Float[AnyArray, "*#B N"] | None = None,
     sinks: Float[AnyArray, "*#B N"] | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: int | AnyArray | None = None,
+    dropout_seed: Integer | AnyArray | None = None,
     broadcast_dropout: bool = False,
-    shard_axes: tuple[Any, Any] | None = None,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    shard_axes: tuple[MeshAxes, MeshAxes] | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     block_mask: BlockMask | None = None,
-    empty_rows: str = "zero",
+    empty_rows: EmptyRows = "zero",
     deterministic: bool = False,
-    precision: str | jax.lax.Precision | None = None,
-    differentiable: str = "reverse",
-    backend: str = "auto",
+    precision: Precision | None = None,
+    differentiable: Differentiable = "reverse",
+    backend: BackendName = "auto",
     blocks: Mapping[str, Any] | None = None,
 ) -> Float[Array, "*B T N Hv"]:
     """Computes exact attention, softmax(scale * q @ k^T) @ v, in memory linear in T and S.
@@ -448,6 +457,50 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     return call.unfold(call.with_empty_rows(o, others[0]), *others)
 
 
+class JaxOptions(TypedDict, total=False):
+    """Arguments of `dot_product_attention` that have no influence on the type of its result."""
+
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: Integer | Int[AnyArray, "*B"] | None
+    key_value_seq_lengths: Integer | Int[AnyArray, "*B"] | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: BackendName | None
+
+
+@overload
+def dot_product_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[JaxOptions],
+) -> Array: ...
+@overload
+def dot_product_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[JaxOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def dot_product_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    bias: AnyArray | None = None,
+    mask: AnyArray | None = None,
+    *,
+    return_residual: bool,
+    **options: Unpack[JaxOptions],
+) -> Array | tuple[Array, Array]: ...
 @suggested
 def dot_product_attention(
     query: Float[AnyArray, "*B T N H"],
@@ -458,12 +511,12 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: int | Int[AnyArray, "*B"] | None = None,
-    key_value_seq_lengths: int | Int[AnyArray, "*B"] | None = None,
+    query_seq_lengths: Integer | Int[AnyArray, "*B"] | None = None,
+    key_value_seq_lengths: Integer | Int[AnyArray, "*B"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
+    implementation: BackendName | None = None,
     return_residual: bool = False,
-):
+) -> Array | tuple[Array, Array]:
     """Computes `flash_attention` with the signature of `jax.nn.dot_product_attention`.
 
     FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differences from `jax.nn`:

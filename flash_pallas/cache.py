@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from .core import mesh_axes, ragged
 from .core.decode import QUANTISED, UNBOUNDED
@@ -19,28 +21,28 @@ from .core.rope import apply_rope
 from .frontend.arguments import as_int32, check_room, is_computed, known
 from .frontend.validate_decode import cache_scale
 from .frontend.validate_ragged import RaggedArguments, places_of
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+from .typing import AnyArray, Array, Float, Int, Integer, Values
 
 
-class KVCache(NamedTuple):
+class KVCache(NamedTuple, Generic[Values]):  # noqa: UP046, as its parameter has a default
     """Keys and values of the tokens so far; a tuple of the first three will do in its place.
 
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H].
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv]. None: they are the first columns of
-            k, as `v_head_dim` of `flash_decode` says (multi-head latent attention).
+            k, as `v_head_dim` of `flash_decode` says (multi-head latent attention). The type of
+            such a cache is KVCache[None].
         lengths: int32 [B], number of tokens of each sequence, padding on the left included.
         starts: int32 [B], number of tokens on the left that are padding, which `flash_decode` is to
             hide: pass them as its `kv_starts`. None is no padding.
     """
 
-    k: Any
-    v: Any
-    lengths: Any
-    starts: Any = None
+    k: Array
+    v: Values
+    lengths: Int[Array, " B"]
+    starts: Int[Array, " B"] | None = None
 
+    @overload
     @classmethod
     def empty(
         cls,
@@ -48,10 +50,34 @@ class KVCache(NamedTuple):
         length: int,
         kv_heads: int,
         head_dim: int,
-        dtype,
-        starts=None,
+        dtype: DTypeLike,
+        starts: Array | None = None,
+        shared: Literal[False] = False,
+    ) -> KVCache[Array]: ...
+    @overload
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        starts: Array | None = None,
+        *,
+        shared: Literal[True],
+    ) -> KVCache[None]: ...
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        starts: Int[Array, " B"] | None = None,
         shared: bool = False,
-    ) -> KVCache:
+    ) -> KVCache[Any]:
         """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet.
 
         With `shared` the values are columns of the keys, and v is None.
@@ -64,20 +90,21 @@ class KVCache(NamedTuple):
                     "length, kv_heads, head_dim, dtype"
                 )
         zeros = lambda: jnp.zeros(shape, dtype)
-        return cls(zeros(), None if shared else zeros(), jnp.zeros(batch, jnp.int32), starts)
+        values: Any = None if shared else zeros()
+        return cls(zeros(), values, jnp.zeros(batch, jnp.int32), starts)
 
 
-def append_kv(
-    cache: KVCache | tuple[Any, ...],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"] | None = None,
+def append_kv[V: Array | None](
+    cache: KVCache[V] | tuple[Array, V, Array],
+    k: Float[AnyArray, "B T K H"],
+    v: Float[AnyArray, "B T K Hv"] | None = None,
     *,
-    new_lengths: Int[Array, " B"] | None = None,
-    page_table: Int[Array, "B max_pages"] | None = None,
-    k_scale: Float[Array, "*#rows K"] | None = None,
-    v_scale: Float[Array, "*#rows K"] | None = None,
+    new_lengths: Int[AnyArray, " B"] | None = None,
+    page_table: Int[AnyArray, "B max_pages"] | None = None,
+    k_scale: Float[AnyArray, "*#rows K"] | None = None,
+    v_scale: Float[AnyArray, "*#rows K"] | None = None,
     rope_theta: float | None = None,
-) -> KVCache:
+) -> KVCache[V]:
     """Appends T more tokens to every sequence of a cache, each after its own last one.
 
     Functional; in place where the cache is donated, as in `jax.jit(step, donate_argnums=...)`.
@@ -202,18 +229,43 @@ def check_fits(
         )
 
 
+class RaggedKVOptions(TypedDict, total=False):
+    """Arguments of `append_ragged_kv` that say where tokens go, and the scales."""
+
+    kv_lengths: Required[Int[AnyArray, " S"]]
+    page_table: Required[Int[AnyArray, "S max_pages"]]
+    cu_q_lens: Required[Int[AnyArray, " S+1"]]
+    num_seqs: Integer | Int[AnyArray, ""] | Int[AnyArray, " 1"] | None
+    k_scale: Float[AnyArray, "*#P K"] | None
+    v_scale: Float[AnyArray, "*#P K"] | None
+
+
+@overload
 def append_ragged_kv(
-    pages: tuple[Float[Array, "P page_size K H"], Float[Array, "P page_size K Hv"] | None],
-    k: Float[Array, "tokens K H"],
-    v: Float[Array, "tokens K Hv"] | None = None,
+    pages: tuple[AnyArray, AnyArray],
+    k: AnyArray,
+    v: AnyArray,
+    **options: Unpack[RaggedKVOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def append_ragged_kv(
+    pages: tuple[AnyArray, None],
+    k: AnyArray,
+    v: None = None,
+    **options: Unpack[RaggedKVOptions],
+) -> tuple[Array, None]: ...
+def append_ragged_kv(
+    pages: tuple[Float[AnyArray, "P page_size K H"], Float[AnyArray, "P page_size K Hv"] | None],
+    k: Float[AnyArray, "tokens K H"],
+    v: Float[AnyArray, "tokens K Hv"] | None = None,
     *,
-    kv_lengths: Int[Array, " S"],
-    page_table: Int[Array, "S max_pages"],
-    cu_q_lens: Int[Array, " S+1"],
-    num_seqs: int | Int[Array, ""] | Int[Array, " 1"] | None = None,
-    k_scale: Float[Array, "*#P K"] | None = None,
-    v_scale: Float[Array, "*#P K"] | None = None,
-):
+    kv_lengths: Int[AnyArray, " S"],
+    page_table: Int[AnyArray, "S max_pages"],
+    cu_q_lens: Int[AnyArray, " S+1"],
+    num_seqs: Integer | Int[AnyArray, ""] | Int[AnyArray, " 1"] | None = None,
+    k_scale: Float[AnyArray, "*#P K"] | None = None,
+    v_scale: Float[AnyArray, "*#P K"] | None = None,
+) -> tuple[Array, Array | None]:
     """Writes the packed new tokens of all sequences into their pages.
 
     `ragged_paged_attention` does so itself where it gets them as `new_k` and `new_v`. Functional;
@@ -321,7 +373,7 @@ def _check_values(pages, v, names: tuple[str, str]):
 
 
 def gather_pages(
-    pages: Float[Array, "P page_size K H"], page_table: Int[Array, "B max_pages"]
+    pages: Float[AnyArray, "P page_size K H"], page_table: Int[AnyArray, "B max_pages"]
 ) -> Float[Array, "B S K H"]:
     """Gathers every sequence's keys or values from its pages into a contiguous copy.
 
@@ -357,7 +409,12 @@ def gather_pages(
     return mesh_axes.compiled_as_auto(_gathered, (pages, table), spec)
 
 
-def check_pages(page_table, kv_lengths, num_pages: int, page_size: int) -> None:
+def check_pages(
+    page_table: Int[AnyArray, "B max_pages"] | Sequence[Sequence[int]],
+    kv_lengths: Int[AnyArray, " B"] | Sequence[int],
+    num_pages: int,
+    page_size: int,
+) -> None:
     """Checks that every key of every sequence lies in a page that exists. Not under jit.
 
     `flash_decode` cannot look at values: it clips lengths and page ids and computes something.

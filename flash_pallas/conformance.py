@@ -202,7 +202,7 @@ CASES: tuple[Case, ...] = (
 
 
 def check(
-    function: Callable,
+    function: Callable[..., Any],
     cases: Iterable[Case] = CASES,
     *,
     dtype: str | None = None,

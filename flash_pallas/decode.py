@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.custom_batching import custom_vmap
@@ -20,39 +20,96 @@ from .frontend.dispatch import Explanation
 from .frontend.validate import suggested
 from .frontend.validate_decode import DecodeArguments
 from .transforms import derivatives, sharding
+from .typing import (
+    AnyArray,
+    Array,
+    BackendName,
+    Bool,
+    Float,
+    Int,
+    Integer,
+    NumSplits,
+    Shaped,
+    Window,
+)
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
 
-    from .api import AnyArray, Shaped
+class DecodeOptions(TypedDict, total=False):
+    """Arguments of `flash_decode` that have no influence on the type of its result."""
+
+    v_head_dim: int | None
+    kv_lengths: Integer | Int[AnyArray, "*#B"] | None
+    kv_starts: Integer | Int[AnyArray, "*#B"] | None
+    q_offset: Integer | Int[AnyArray, "*#B"] | None
+    window: Window | None
+    softcap: float | None
+    sinks: Float[AnyArray, "*#B N"] | None
+    alibi_slopes: Float[AnyArray, "*#B N"] | None
+    scale: float | None
+    num_splits: NumSplits
+    page_table: Int[AnyArray, "B max_pages"] | None
+    kv_blocks: Int[AnyArray, "B heads M"] | None
+    kv_block_size: int | None
+    shared_prefix: Literal["auto"] | Integer | Int[AnyArray, "*#B"] | None
+    draft_mask: Bool[AnyArray, "*#B T T"] | None
+    k_scale: Float[AnyArray, "*#rows K"] | None
+    v_scale: Float[AnyArray, "*#rows K"] | None
+    backend: BackendName
 
 
+@overload
+def flash_decode(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> Array: ...
+@overload
+def flash_decode(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def flash_decode(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray | None = None,
+    *,
+    return_lse: bool,
+    **options: Unpack[DecodeOptions],
+) -> Array | tuple[Array, Array]: ...
 @suggested
 def flash_decode(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"] | Float[Array, "P page_size K H"],
-    v: Float[Array, "B S K Hv"] | Float[Array, "P page_size K Hv"] | None = None,
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"] | Float[AnyArray, "P page_size K H"],
+    v: Float[AnyArray, "B S K Hv"] | Float[AnyArray, "P page_size K Hv"] | None = None,
     *,
     v_head_dim: int | None = None,
-    kv_lengths: int | Int[Array, "*#B"] | None = None,
-    kv_starts: int | Int[Array, "*#B"] | None = None,
-    q_offset: int | Int[Array, "*#B"] | None = None,
-    window: int | Int[AnyArray, "*#B"] | tuple[Any, Any] | None = None,
+    kv_lengths: Integer | Int[AnyArray, "*#B"] | None = None,
+    kv_starts: Integer | Int[AnyArray, "*#B"] | None = None,
+    q_offset: Integer | Int[AnyArray, "*#B"] | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
-    sinks: Float[Array, "*#B N"] | None = None,
-    alibi_slopes: Float[Array, "*#B N"] | None = None,
+    sinks: Float[AnyArray, "*#B N"] | None = None,
+    alibi_slopes: Float[AnyArray, "*#B N"] | None = None,
     scale: float | None = None,
-    num_splits: int | str = "auto",
-    page_table: Int[Array, "B max_pages"] | None = None,
-    kv_blocks: Int[Array, "B heads M"] | None = None,
+    num_splits: NumSplits = "auto",
+    page_table: Int[AnyArray, "B max_pages"] | None = None,
+    kv_blocks: Int[AnyArray, "B heads M"] | None = None,
     kv_block_size: int | None = None,
-    shared_prefix: str | int | Int[Array, "*#B"] | None = None,
+    shared_prefix: Literal["auto"] | Integer | Int[AnyArray, "*#B"] | None = None,
     draft_mask: Bool[AnyArray, "*#B T T"] | None = None,
-    k_scale: Float[Array, "*#rows K"] | None = None,
-    v_scale: Float[Array, "*#rows K"] | None = None,
-    backend: str = "auto",
+    k_scale: Float[AnyArray, "*#rows K"] | None = None,
+    v_scale: Float[AnyArray, "*#rows K"] | None = None,
+    backend: BackendName = "auto",
     return_lse: bool = False,
-):
+) -> Array | tuple[Array, Array]:
     """Computes attention of 1 to 64 new tokens of each sequence to its KV cache.
 
     For generation: a step of one token, or the proposals of speculative decoding. Append their keys

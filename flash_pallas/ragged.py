@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,42 +24,126 @@ from .frontend.validate import suggested
 from .frontend.validate_ragged import RaggedArguments
 from .frontend.words import Words
 from .transforms import derivatives, sharding
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
-    from .api import AnyArray, Shaped
+from .typing import AnyArray, Array, BackendName, Float, Int, Integer, NumSplits, Shaped, Window
 
 WORDS = Words({"k": "k_pages", "v": "v_pages"})
 
 
+class RaggedOptions(TypedDict, total=False):
+    """Arguments of `ragged_paged_attention` that have no influence on the type of its result."""
+
+    kv_lengths: Required[Int[AnyArray, " S"]]
+    page_table: Required[Int[AnyArray, "S max_pages"]]
+    cu_q_lens: Required[Int[AnyArray, " S+1"]]
+    num_seqs: Integer | Int[AnyArray, ""] | Int[AnyArray, " 1"] | None
+    step_tokens: int
+    v_head_dim: int | None
+    kv_starts: Integer | Int[AnyArray, "*#S"] | None
+    window: Window | None
+    softcap: float | None
+    sinks: Float[AnyArray, "*#S N"] | None
+    alibi_slopes: Float[AnyArray, "*#S N"] | None
+    scale: float | None
+    num_splits: NumSplits
+    shared_prefix: Literal["auto"] | Integer | Int[AnyArray, "*#S"] | None
+    k_scale: Float[AnyArray, "*#P K"] | None
+    v_scale: Float[AnyArray, "*#P K"] | None
+    backend: BackendName
+
+
+@overload
+def ragged_paged_attention(
+    q: AnyArray,
+    k_pages: AnyArray,
+    v_pages: AnyArray | None,
+    *,
+    new_k: None = None,
+    new_v: None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RaggedOptions],
+) -> Array: ...
+@overload
+def ragged_paged_attention(
+    q: AnyArray,
+    k_pages: AnyArray,
+    v_pages: AnyArray | None,
+    *,
+    new_k: None = None,
+    new_v: None = None,
+    return_lse: Literal[True],
+    **options: Unpack[RaggedOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def ragged_paged_attention(
+    q: AnyArray,
+    k_pages: AnyArray,
+    v_pages: AnyArray | None,
+    *,
+    new_k: AnyArray,
+    new_v: AnyArray,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RaggedOptions],
+) -> tuple[Array, tuple[Array, Array]]: ...
+@overload
+def ragged_paged_attention(
+    q: AnyArray,
+    k_pages: AnyArray,
+    v_pages: AnyArray | None,
+    *,
+    new_k: AnyArray,
+    new_v: AnyArray,
+    return_lse: Literal[True],
+    **options: Unpack[RaggedOptions],
+) -> tuple[Array, Array, tuple[Array, Array]]: ...
+@overload
+def ragged_paged_attention(
+    q: AnyArray,
+    k_pages: AnyArray,
+    v_pages: AnyArray | None,
+    *,
+    new_k: AnyArray,
+    new_v: None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RaggedOptions],
+) -> tuple[Array, tuple[Array, None]]: ...
+@overload
+def ragged_paged_attention(
+    q: AnyArray,
+    k_pages: AnyArray,
+    v_pages: AnyArray | None,
+    *,
+    new_k: AnyArray | None = None,
+    new_v: AnyArray | None = None,
+    return_lse: bool,
+    **options: Unpack[RaggedOptions],
+) -> Any: ...
 @suggested
 def ragged_paged_attention(
-    q: Float[Array, "tokens N H"],
-    k_pages: Float[Array, "P page_size K H"],
-    v_pages: Float[Array, "P page_size K Hv"] | None,
+    q: Float[AnyArray, "tokens N H"],
+    k_pages: Float[AnyArray, "P page_size K H"],
+    v_pages: Float[AnyArray, "P page_size K Hv"] | None,
     *,
-    kv_lengths: Int[Array, " S"],
-    page_table: Int[Array, "S max_pages"],
-    cu_q_lens: Int[Array, " S+1"],
-    num_seqs: int | Int[Array, ""] | Int[Array, " 1"] | None = None,
-    new_k: Float[Array, "tokens K H"] | None = None,
-    new_v: Float[Array, "tokens K Hv"] | None = None,
+    kv_lengths: Int[AnyArray, " S"],
+    page_table: Int[AnyArray, "S max_pages"],
+    cu_q_lens: Int[AnyArray, " S+1"],
+    num_seqs: Integer | Int[AnyArray, ""] | Int[AnyArray, " 1"] | None = None,
+    new_k: Float[AnyArray, "tokens K H"] | None = None,
+    new_v: Float[AnyArray, "tokens K Hv"] | None = None,
     step_tokens: int = 1,
     v_head_dim: int | None = None,
-    kv_starts: int | Int[Array, "*#S"] | None = None,
-    window: int | Int[AnyArray, "*#S"] | tuple[Any, Any] | None = None,
+    kv_starts: Integer | Int[AnyArray, "*#S"] | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
-    sinks: Float[Array, "*#S N"] | None = None,
-    alibi_slopes: Float[Array, "*#S N"] | None = None,
+    sinks: Float[AnyArray, "*#S N"] | None = None,
+    alibi_slopes: Float[AnyArray, "*#S N"] | None = None,
     scale: float | None = None,
-    num_splits: int | str = "auto",
-    shared_prefix: str | int | Int[Array, "*#S"] | None = None,
-    k_scale: Float[Array, "*#P K"] | None = None,
-    v_scale: Float[Array, "*#P K"] | None = None,
-    backend: str = "auto",
+    num_splits: NumSplits = "auto",
+    shared_prefix: Literal["auto"] | Integer | Int[AnyArray, "*#S"] | None = None,
+    k_scale: Float[AnyArray, "*#P K"] | None = None,
+    v_scale: Float[AnyArray, "*#P K"] | None = None,
+    backend: BackendName = "auto",
     return_lse: bool = False,
-):
+) -> Array | tuple[Any, ...]:
     """Computes attention of any mix of prompts and steps of decoding over a paged KV cache.
 
     For a serving engine with continuous batching: the new tokens of all sequences are packed, one
@@ -157,7 +241,7 @@ def ragged_paged_attention(
     )
     with_lse = checks.flag("return_lse", return_lse)
     chosen, spec, operands = prepared(q, k_pages, v_pages, arguments, backend)
-    results = ()
+    results: tuple[Any, ...] = ()
     if new_k is not None or new_v is not None:
         operands = _with_new(operands, arguments, (k_pages, v_pages), (new_k, new_v))
         results = ((operands.k, operands.v),)

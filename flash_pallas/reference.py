@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .core import dropout
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+from .typing import Array, Float
 
 
 def attention(
@@ -28,8 +26,8 @@ def attention(
     full_precision: bool = False,
     max_logit: bool = False,
     rounded_logits: bool = False,
-    **arguments,
-):
+    **arguments: Any,
+) -> tuple[Array, ...]:
     """Computes softmax(modified(scale * q @ k^T)) @ v and the log-sum-exp of its rows.
 
     Differentiable to any order by ordinary autodiff. Everything is computed in float32, or in

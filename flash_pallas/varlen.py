@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,45 +15,111 @@ from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
 from .frontend.dispatch import Explanation
 from .frontend.validate import suggested
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
-
-    from .api import Shaped
+from .typing import (
+    Alignment,
+    AnyArray,
+    Array,
+    BackendName,
+    Bool,
+    Differentiable,
+    Float,
+    Int,
+    Integer,
+    MaskMod,
+    Precision,
+    ScoreMod,
+    Shaped,
+    Window,
+)
 
 ALIGNMENTS = ("start", "end")
 _MOST = np.iinfo(np.int32).max
 
 
+class VarlenOptions(TypedDict, total=False):
+    """Arguments of `flash_attention_varlen` that have no influence on the type of its result."""
+
+    cu_seqlens_kv: Int[AnyArray, " documents+1"] | None
+    alignment: Alignment | None
+    causal: bool
+    window: Window | None
+    scale: float | None
+    bias: Float[AnyArray, "#N #total_q #total_kv"] | None
+    mask: Bool[AnyArray, "#N #total_q #total_kv"] | None
+    softcap: float | None
+    alibi_slopes: Float[AnyArray, " N"] | None
+    sinks: Float[AnyArray, " N"] | None
+    dropout_rate: float
+    dropout_seed: Integer | AnyArray | None
+    broadcast_dropout: bool
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    deterministic: bool
+    precision: Precision | None
+    differentiable: Differentiable
+    backend: BackendName
+    blocks: Mapping[str, Any] | None
+
+
+@overload
+def flash_attention_varlen(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    cu_seqlens_q: AnyArray,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> Array: ...
+@overload
+def flash_attention_varlen(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    cu_seqlens_q: AnyArray,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attention_varlen(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    cu_seqlens_q: AnyArray,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Array | tuple[Array, Array]: ...
 @suggested
 def flash_attention_varlen(
-    q: Float[Array, "total_q N H"],
-    k: Float[Array, "total_kv K H"],
-    v: Float[Array, "total_kv K Hv"],
+    q: Float[AnyArray, "total_q N H"],
+    k: Float[AnyArray, "total_kv K H"],
+    v: Float[AnyArray, "total_kv K Hv"],
     *,
-    cu_seqlens_q: Int[Array, " documents+1"],
-    cu_seqlens_kv: Int[Array, " documents+1"] | None = None,
-    alignment: str | None = None,
+    cu_seqlens_q: Int[AnyArray, " documents+1"],
+    cu_seqlens_kv: Int[AnyArray, " documents+1"] | None = None,
+    alignment: Alignment | None = None,
     causal: bool = False,
-    window: int | Int[Array, ""] | tuple[Any, Any] | None = None,
+    window: Window | None = None,
     scale: float | None = None,
-    bias: Float[Array, "#N #total_q #total_kv"] | None = None,
-    mask: Bool[Array, "#N #total_q #total_kv"] | None = None,
+    bias: Float[AnyArray, "#N #total_q #total_kv"] | None = None,
+    mask: Bool[AnyArray, "#N #total_q #total_kv"] | None = None,
     softcap: float | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    alibi_slopes: Float[AnyArray, " N"] | None = None,
+    sinks: Float[AnyArray, " N"] | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: Integer | AnyArray | None = None,
     broadcast_dropout: bool = False,
-    score_mod: Callable | None = None,
-    mask_mod: Callable | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     deterministic: bool = False,
-    precision: str | jax.lax.Precision | None = None,
-    differentiable: str = "reverse",
-    backend: str = "auto",
+    precision: Precision | None = None,
+    differentiable: Differentiable = "reverse",
+    backend: BackendName = "auto",
     blocks: Mapping[str, Any] | None = None,
     return_lse: bool = False,
-):
+) -> Array | tuple[Array, Array]:
     """Computes `flash_attention` of every document of packed arrays, without padding between them.
 
     FlashAttention-2 (https://arxiv.org/abs/2307.08691). Documents have any lengths, those of

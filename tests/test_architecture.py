@@ -13,6 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import those of a smaller rank, and its own room.
 RANKS = {
+    "typing": -1,
     "_version": 0,
     "core": 0,
     "devices": 0,

@@ -7,7 +7,7 @@ aligned at the bottom right: the last query has the position of the last key.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,9 @@ from ..frontend.arguments import as_int32, check_room, is_known, known
 from ..frontend.arguments import dropout_rate as checked_rate
 from ..frontend.validate import suggested
 from ..frontend.words import Words
+from ..typing import AnyArray, Array, Float, Int, Integer
 from ..varlen import flash_attention_varlen
 from ._refusal import refuse
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
 
 Window = tuple[int | None, int | None]
 
@@ -68,19 +66,19 @@ NO_PROBABILITIES = (
 
 @suggested
 def flash_attn_func(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K Hv"],
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K Hv"],
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Float[Array, "*#B N"] | None = None,
+    alibi_slopes: Float[AnyArray, "*#B N"] | None = None,
     deterministic: bool = False,
-    return_attn_probs: bool = False,
+    return_attn_probs: Literal[False] = False,
     *,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: Integer | AnyArray | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Computes attention with the arguments and conventions of flash-attn's `flash_attn_func`.
 
@@ -126,8 +124,22 @@ def flash_attn_func(
         return flash_attention(q, k, v, **options)
 
 
+class _FlashAttnOptions(TypedDict, total=False):
+    """Arguments of `flash_attn_func` by name, for its packed variants."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    softcap: float
+    alibi_slopes: Float[AnyArray, "*#B N"] | None
+    deterministic: bool
+    return_attn_probs: Literal[False]
+    dropout_seed: Integer | AnyArray | None
+
+
 def flash_attn_qkvpacked_func(
-    qkv: Float[Array, "B T 3 N H"], *args: Any, **options: Any
+    qkv: Float[AnyArray, "B T 3 N H"], *args: Any, **options: Unpack[_FlashAttnOptions]
 ) -> Float[Array, "B T N H"]:
     """Computes `flash_attn_func` of queries, keys and values that lie in one array.
 
@@ -152,11 +164,14 @@ def flash_attn_qkvpacked_func(
     """
     q, k, v = _unpacked("qkv", qkv, 3)
     with Words(dict.fromkeys("qkv", "qkv")):
-        return flash_attn_func(q, k, v, *args, **options)
+        return flash_attn_func(q, k, v, *args, **cast(Any, options))
 
 
 def flash_attn_kvpacked_func(
-    q: Float[Array, "B T N H"], kv: Float[Array, "B S 2 K H"], *args: Any, **options: Any
+    q: Float[AnyArray, "B T N H"],
+    kv: Float[AnyArray, "B S 2 K H"],
+    *args: Any,
+    **options: Unpack[_FlashAttnOptions],
 ) -> Float[Array, "B T N H"]:
     """Computes `flash_attn_func` of keys and values that lie in one array.
 
@@ -182,16 +197,16 @@ def flash_attn_kvpacked_func(
     """
     k, v = _unpacked("kv", kv, 2)
     with Words(dict.fromkeys("kv", "kv")):
-        return flash_attn_func(q, k, v, *args, **options)
+        return flash_attn_func(q, k, v, *args, **cast(Any, options))
 
 
 @suggested
 def flash_attn_varlen_func(
-    q: Float[Array, "total_q N H"],
-    k: Float[Array, "total_k K H"],
-    v: Float[Array, "total_k K Hv"],
-    cu_seqlens_q: Int[Array, " documents+1"],
-    cu_seqlens_k: Int[Array, " documents+1"],
+    q: Float[AnyArray, "total_q N H"],
+    k: Float[AnyArray, "total_k K H"],
+    v: Float[AnyArray, "total_k K Hv"],
+    cu_seqlens_q: Int[AnyArray, " documents+1"],
+    cu_seqlens_k: Int[AnyArray, " documents+1"],
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     dropout_p: float = 0.0,
@@ -199,12 +214,12 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Float[Array, " N"] | None = None,
+    alibi_slopes: Float[AnyArray, " N"] | None = None,
     deterministic: bool = False,
-    return_attn_probs: bool = False,
+    return_attn_probs: Literal[False] = False,
     block_table: Any = None,
     *,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: Integer | AnyArray | None = None,
 ) -> Float[Array, "total_q N Hv"]:
     """Computes attention of packed sequences as flash-attn's `flash_attn_varlen_func`.
 
@@ -272,25 +287,110 @@ def flash_attn_varlen_func(
     return found
 
 
+class _KVCacheOptions(TypedDict, total=False):
+    """Arguments of `flash_attn_with_kvcache` that have no influence on the type of its result."""
+
+    cache_batch_idx: Int[AnyArray, " B"] | None
+    cache_leftpad: Int[AnyArray, " B"] | None
+    block_table: Int[AnyArray, "B max_pages"] | None
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    softcap: float
+    rotary_interleaved: bool
+    alibi_slopes: Float[AnyArray, "*#B N"] | None
+    num_splits: int
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    k: None = None,
+    v: None = None,
+    rotary_cos: AnyArray | None = None,
+    rotary_sin: AnyArray | None = None,
+    cache_seqlens: Integer | AnyArray | None = None,
+    *,
+    return_softmax_lse: Literal[False] = False,
+    **options: Unpack[_KVCacheOptions],
+) -> Array: ...
+@overload
+def flash_attn_with_kvcache(
+    q: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    k: None = None,
+    v: None = None,
+    rotary_cos: AnyArray | None = None,
+    rotary_sin: AnyArray | None = None,
+    cache_seqlens: Integer | AnyArray | None = None,
+    *,
+    return_softmax_lse: Literal[True],
+    **options: Unpack[_KVCacheOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    rotary_cos: AnyArray | None = None,
+    rotary_sin: AnyArray | None = None,
+    cache_seqlens: Integer | AnyArray | None = None,
+    *,
+    return_softmax_lse: Literal[False] = False,
+    **options: Unpack[_KVCacheOptions],
+) -> tuple[Array, Array, Array]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    rotary_cos: AnyArray | None = None,
+    rotary_sin: AnyArray | None = None,
+    cache_seqlens: Integer | AnyArray | None = None,
+    *,
+    return_softmax_lse: Literal[True],
+    **options: Unpack[_KVCacheOptions],
+) -> tuple[Array, Array, Array, Array]: ...
+@overload
+def flash_attn_with_kvcache(
+    q: AnyArray,
+    k_cache: AnyArray,
+    v_cache: AnyArray,
+    k: AnyArray | None = None,
+    v: AnyArray | None = None,
+    rotary_cos: AnyArray | None = None,
+    rotary_sin: AnyArray | None = None,
+    cache_seqlens: Integer | AnyArray | None = None,
+    *,
+    return_softmax_lse: bool,
+    **options: Unpack[_KVCacheOptions],
+) -> Any: ...
 @suggested
 def flash_attn_with_kvcache(
-    q: Float[Array, "B T N H"],
-    k_cache: Float[Array, "rows S K H"],
-    v_cache: Float[Array, "rows S K Hv"],
-    k: Float[Array, "B new K H"] | None = None,
-    v: Float[Array, "B new K Hv"] | None = None,
-    rotary_cos: Float[Array, "positions half"] | None = None,
-    rotary_sin: Float[Array, "positions half"] | None = None,
-    cache_seqlens: int | Int[Array, " B"] | None = None,
-    cache_batch_idx: Int[Array, " B"] | None = None,
-    cache_leftpad: Int[Array, " B"] | None = None,
-    block_table: Int[Array, "B max_pages"] | None = None,
+    q: Float[AnyArray, "B T N H"],
+    k_cache: Float[AnyArray, "rows S K H"],
+    v_cache: Float[AnyArray, "rows S K Hv"],
+    k: Float[AnyArray, "B new K H"] | None = None,
+    v: Float[AnyArray, "B new K Hv"] | None = None,
+    rotary_cos: Float[AnyArray, "positions half"] | None = None,
+    rotary_sin: Float[AnyArray, "positions half"] | None = None,
+    cache_seqlens: Integer | Int[AnyArray, " B"] | None = None,
+    cache_batch_idx: Int[AnyArray, " B"] | None = None,
+    cache_leftpad: Int[AnyArray, " B"] | None = None,
+    block_table: Int[AnyArray, "B max_pages"] | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    alibi_slopes: Float[Array, "*#B N"] | None = None,
+    alibi_slopes: Float[AnyArray, "*#B N"] | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
@@ -438,10 +538,10 @@ class _Rows:
         pages = 1 if self.page_table is None else jnp.shape(self.page_table)[1]
         return jnp.shape(cache)[1] * pages
 
-    def read(self, cache):
+    def read(self, cache) -> Any:
         return cache if self.batch_idx is None else jnp.take(cache, self.batch_idx, axis=0)
 
-    def written(self, cache, new):
+    def written(self, cache, new) -> Any:
         return new if self.batch_idx is None else jnp.asarray(cache).at[self.batch_idx].set(new)
 
 
@@ -502,7 +602,7 @@ class _Rotation:
         return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)
 
 
-def _attend_to_cache(q, cache: KVCache, scores: _Scores, reading: _Reading):
+def _attend_to_cache(q, cache: Any, scores: _Scores, reading: _Reading):
     """Returns (o, lse) of queries at the end of a cache."""
     tokens, lengths = jnp.shape(q)[1], cache.lengths
     left, right = scores.window

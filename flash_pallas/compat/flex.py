@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,9 @@ from ..api import flash_attention, flash_attention_with_lse, flash_attention_wit
 from ..frontend import arguments as checks
 from ..frontend.validate import suggested
 from ..frontend.words import LONG_NAMES, Words
+from ..typing import AnyArray, Array, Bool, Float, MaskMod, ScoreMod
 from ._band import ANY, Band, band_of
 from ._refusal import check_heads_first, refuse
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
 
 DENSE = "pass dense=True, which evaluates the mask into an array of Q_LEN x KV_LEN bytes"
 WORDS = Words(
@@ -70,8 +68,8 @@ class AuxOutput(NamedTuple):
         max_scores: float32 [B, H, T], or None.
     """
 
-    lse: Any = None
-    max_scores: Any = None
+    lse: Float[Array, "B N T"] | None = None
+    max_scores: Float[Array, "B N T"] | None = None
 
 
 @functools.partial(
@@ -92,23 +90,23 @@ class BlockMask:
         dense: bool of this shape, or None.
     """
 
-    mask_mod: Callable
+    mask_mod: MaskMod
     shape: tuple[int, int, int, int]
     band: Band
-    dense: Any = None
+    dense: Array | None = None
 
 
-def noop_mask(b, h, q_idx, kv_idx):
+def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Array:
     """Returns True: a mask_mod that hides nothing (torch 2.13)."""
     return jnp.bool_(True)
 
 
-def and_masks(*mask_mods: Callable) -> Callable:
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a mask_mod that sees what all of these see, of none all keys (torch 2.13)."""
     return _joined(jnp.logical_and, mask_mods or (noop_mask,))
 
 
-def or_masks(*mask_mods: Callable) -> Callable:
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a mask_mod that sees what any of these sees, of none no key (torch 2.13)."""
     return _joined(jnp.logical_or, mask_mods or (lambda *where: jnp.bool_(False),))
 
@@ -126,7 +124,7 @@ def _joined(join: Callable, mask_mods: tuple[Callable, ...]) -> Callable:
 
 @suggested
 def create_mask(
-    mask_mod: Callable, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int
+    mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int
 ) -> Bool[Array, "B H Q_LEN KV_LEN"]:
     """Evaluates a mask_mod for every query and key, as torch 2.13's `create_mask`.
 
@@ -170,13 +168,13 @@ def _sizes(**sizes) -> tuple[int, int, int, int]:
 
 @suggested
 def create_block_mask(
-    mask_mod: Callable,
+    mask_mod: MaskMod,
     B: int | None,
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device: Any = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,
+    device: None = None,
+    BLOCK_SIZE: Literal[128] = 128,
     *,
     dense: bool = False,
 ) -> BlockMask:
@@ -232,17 +230,73 @@ def create_block_mask(
     return BlockMask(mask_mod, shape, band_of(mask_mod))
 
 
+@overload
+def flex_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: None = None,
+    *,
+    return_aux: None = None,
+) -> Array: ...
+@overload
+def flex_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: None = None,
+    return_aux: None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def flex_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: None = None,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Array, AuxOutput]: ...
+@overload
+def flex_attention(
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: bool,
+    kernel_options: None = None,
+    return_aux: AuxRequest | None = None,
+) -> Any: ...
 @suggested
 def flex_attention(
-    query: Float[Array, "B N T E"],
-    key: Float[Array, "B K S E"],
-    value: Float[Array, "B K S Ev"],
-    score_mod: Callable | None = None,
+    query: Float[AnyArray, "B N T E"],
+    key: Float[AnyArray, "B K S E"],
+    value: Float[AnyArray, "B K S Ev"],
+    score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: Any = None,
+    kernel_options: None = None,
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -20,10 +20,8 @@ from ..frontend.validate import suggested
 from ..frontend.validate_ragged import RaggedArguments
 from ..frontend.words import Words
 from ..ragged import attended, prepared
+from ..typing import AnyArray, Array, Float, Int
 from ._refusal import refuse
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
 
 WORDS = Words(
     {
@@ -41,12 +39,12 @@ WORDS = Words(
 
 @suggested
 def ragged_paged_attention(
-    q: Float[Array, "tokens N H"],
-    kv_pages: Float[Array, "P page_size 2*K H"],
-    kv_lens: Int[Array, " S"],
-    page_indices: Int[Array, "S max_pages"],
-    cu_q_lens: Int[Array, " S+1"],
-    num_seqs: Int[Array, " 1"],
+    q: Float[AnyArray, "tokens N H"],
+    kv_pages: Float[AnyArray, "P page_size 2*K H"],
+    kv_lens: Int[AnyArray, " S"],
+    page_indices: Int[AnyArray, "S max_pages"],
+    cu_q_lens: Int[AnyArray, " S+1"],
+    num_seqs: Int[AnyArray, " 1"],
     *,
     sm_scale: float = 1.0,
     sliding_window: int | None = None,

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,9 @@ from ..api import flash_attention_with_lse
 from ..frontend import validate
 from ..frontend.validate import suggested
 from ..frontend.words import Words
+from ..typing import AnyArray, Array, Float, Int
 from ._band import Band
 from ._refusal import check_heads_first, refuse
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
 
 WORDS = Words(
     {
@@ -190,9 +188,18 @@ class MultiHeadMask:
         return (len(self.masks), *self.masks[0].shape)
 
 
+class _Ids(Protocol):
+    """SegmentIds, these or jax's."""
+
+    @property
+    def q(self) -> AnyArray: ...
+    @property
+    def kv(self) -> AnyArray: ...
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class SplashAttentionKernel:
+class SplashAttentionKernel[Result]:
     """Attention of one batch entry with a fixed mask; map over a batch with `jax.vmap`.
 
     Made by `make_splash_mha` and `make_splash_mqa`. Like jax's it is a pytree, whose one leaf is a
@@ -228,12 +235,12 @@ class SplashAttentionKernel:
 
     def __call__(
         self,
-        q: Float[Array, "N T H"],
-        k: Float[Array, "K S H"],
-        v: Float[Array, "K S Hv"],
-        segment_ids: SegmentIds | None = None,
-        sinks: Float[Array, " N"] | None = None,
-    ):
+        q: Float[AnyArray, "N T H"],
+        k: Float[AnyArray, "K S H"],
+        v: Float[AnyArray, "K S Hv"],
+        segment_ids: _Ids | None = None,
+        sinks: Float[AnyArray, " N"] | None = None,
+    ) -> Result:
         """Computes attention; scores are not scaled: multiply q by 1 / sqrt(H) before.
 
         Args:
@@ -282,9 +289,51 @@ class SplashAttentionKernel:
                 **self.options,
             )
         o = jnp.swapaxes(o, -3, -2)
-        return (o, (lse,)) if self.save_residuals else o
+        result: Any = (o, (lse,)) if self.save_residuals else o
+        return result
 
 
+class _Masks(Protocol):
+    """A MultiHeadMask, this one or jax's."""
+
+    @property
+    def masks(self) -> Sequence[Any]: ...
+
+
+class _SplashOptions(TypedDict, total=False):
+    """Arguments of `make_splash_mha` that have no influence on the type of its result."""
+
+    block_sizes: Any
+    mask_value: float | None
+    attn_logits_soft_cap: float | None
+    downcast_smem_data: bool
+    head_shards: int
+    q_seq_shards: int
+    residual_checkpoint_name: str | None
+    interpret: bool
+
+
+@overload
+def make_splash_mha(
+    mask: _Masks | AnyArray,
+    *,
+    save_residuals: Literal[False] = False,
+    **options: Unpack[_SplashOptions],
+) -> SplashAttentionKernel[Array]: ...
+@overload
+def make_splash_mha(
+    mask: _Masks | AnyArray,
+    *,
+    save_residuals: Literal[True],
+    **options: Unpack[_SplashOptions],
+) -> SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
+@overload
+def make_splash_mha(
+    mask: _Masks | AnyArray,
+    *,
+    save_residuals: bool,
+    **options: Unpack[_SplashOptions],
+) -> SplashAttentionKernel[Array] | SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
 @suggested
 def make_splash_mha(
     mask: Any,
@@ -298,7 +347,7 @@ def make_splash_mha(
     q_seq_shards: int = 1,
     residual_checkpoint_name: str | None = None,
     interpret: bool = False,
-) -> SplashAttentionKernel:
+) -> SplashAttentionKernel[Any]:
     """Makes the attention of a mask, as jax's `make_splash_mha`.
 
     jax 0.11, splash_attention_kernel.py. Masks made of positions take no
@@ -353,7 +402,28 @@ def make_splash_mha(
     return SplashAttentionKernel(heads, (q_len, kv_len), False, save_residuals, options)
 
 
-def make_splash_mqa(mask: Any, **options: Any) -> SplashAttentionKernel:
+@overload
+def make_splash_mqa(
+    mask: _Masks | AnyArray,
+    *,
+    save_residuals: Literal[False] = False,
+    **options: Unpack[_SplashOptions],
+) -> SplashAttentionKernel[Array]: ...
+@overload
+def make_splash_mqa(
+    mask: _Masks | AnyArray,
+    *,
+    save_residuals: Literal[True],
+    **options: Unpack[_SplashOptions],
+) -> SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
+@overload
+def make_splash_mqa(
+    mask: _Masks | AnyArray,
+    *,
+    save_residuals: bool,
+    **options: Unpack[_SplashOptions],
+) -> SplashAttentionKernel[Array] | SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
+def make_splash_mqa(mask: Any, **options: Any) -> SplashAttentionKernel[Any]:
     """Makes the attention of a mask with one key head, whose axis is left out.
 
     jax 0.11, splash_attention_kernel.py.

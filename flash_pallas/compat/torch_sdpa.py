@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -11,10 +11,8 @@ from ..api import flash_attention
 from ..frontend import arguments as checks
 from ..frontend.validate import as_array, suggested
 from ..frontend.words import LONG_NAMES, Words
+from ..typing import AnyArray, Array, Bool, Float, Integer
 from ._refusal import check_heads_first
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float
 
 WORDS = Words(
     {
@@ -84,16 +82,16 @@ def causal_lower_right(q_len: int, kv_len: int) -> CausalBias:
 
 @suggested
 def scaled_dot_product_attention(
-    query: Float[Array, "*B N T E"],
-    key: Float[Array, "*B K S E"],
-    value: Float[Array, "*B K S Ev"],
-    attn_mask: Bool[Array, "*mask"] | Float[Array, "*mask"] | CausalBias | None = None,
+    query: Float[AnyArray, "*B N T E"],
+    key: Float[AnyArray, "*B K S E"],
+    value: Float[AnyArray, "*B K S Ev"],
+    attn_mask: Bool[AnyArray, "*mask"] | Float[AnyArray, "*mask"] | CausalBias | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: Integer | AnyArray | None = None,
 ) -> Float[Array, "*B N T Ev"]:
     """Computes attention with the layout and arguments of PyTorch's function of this name.
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..typing import AnyArray, Array, Bool, Int, MaskMod
 from . import block_lists, mesh_axes, mods
 from .apart import apart
 from .block_lists import EMPTY, PARTIAL, WHOLE
 from .mask import Tile
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int
-
-    AnyArray = Array | np.ndarray
 
 SMALLEST_BLOCK = 64
 # Of the lists that a call without a block mask makes of its mask_mod. It looks at so many pairs at
@@ -59,9 +55,9 @@ class BlockMask:
         kind: what it was made from: "mask_mod", "indices", "dense", or several of them.
     """
 
-    lists: Any
+    lists: Array
     traced: mods.Traced | None
-    mask: Any
+    mask: Array | None
     q_len: int
     kv_len: int
     block: tuple[int, int]
@@ -70,7 +66,7 @@ class BlockMask:
     @classmethod
     def from_mask_mod(
         cls,
-        mask_mod: Callable,
+        mask_mod: MaskMod,
         batch: int,
         heads: int,
         q_len: int,

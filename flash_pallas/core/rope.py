@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..typing import AnyArray, Array, Float
+
 
 def wide_dtype(dtype):
     """Returns the dtype of statistics and angles: float32, or float64 for float64."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def apply_rope(x, positions, theta: float):
+def apply_rope(
+    x: Float[AnyArray, "*B T N H"], positions: AnyArray, theta: float
+) -> Float[Array, "*B T N H"]:
     """Rotates each head's pairs (x[i], x[i + H/2]) by positions * theta^(-2i/H).
 
     Angles and products are float32 (float64 for float64 x): bfloat16 cannot tell position 257 from

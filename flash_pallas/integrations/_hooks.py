@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..core.problem import DERIVATIVES
+from ..typing import Differentiable
 
 
 class Client(NamedTuple):
@@ -112,10 +113,11 @@ class Patch:
     """
 
     def __init__(self, hooks: Callable[..., list[Hook]]):
-        self._hooks, self.differentiable = hooks, DERIVATIVES[0]
+        self._hooks = hooks
+        self.differentiable: Differentiable = "reverse"
         self._put_in: list[tuple[Hook, Any]] = []
 
-    def install(self, *args, differentiable: str = DERIVATIVES[0]) -> None:
+    def install(self, *args, differentiable: Differentiable = "reverse") -> None:
         """Puts the hooks in; if they are in already, those of other arguments take their place."""
         if differentiable not in DERIVATIVES:
             raise ValueError(
@@ -139,7 +141,7 @@ class Patch:
             _replace(hook, hook.new, old)
 
     @contextmanager
-    def installed(self, *args, differentiable: str = DERIVATIVES[0]) -> Iterator[None]:
+    def installed(self, *args, differentiable: Differentiable = "reverse") -> Iterator[None]:
         """Puts the hooks in for the body of a `with` statement."""
         self.install(*args, differentiable=differentiable)
         try:

@@ -15,6 +15,7 @@ import jax
 
 from ..api import flash_attention
 from ..frontend.words import Words
+from ..typing import Differentiable
 from ._hooks import Client
 
 _CLIENT = Client("equinox", "equinox", "0.13.8")
@@ -35,9 +36,13 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def to_flash(
-    model: Any, *, causal: bool = False, window: Any = None, differentiable: str = "reverse"
-) -> Any:
+def to_flash[Model](
+    model: Model,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    differentiable: Differentiable = "reverse",
+) -> Model:
     """Replaces every `equinox.nn.MultiheadAttention` of a model by one on `flash_attention`.
 
     Parameters, their order and the arguments of a call stay, so weights, optimizer states and files

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..frontend.words import Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("gemma", "gemma", "4.0.1")
@@ -25,7 +26,7 @@ WORDS = Words({"softcap": "attn_logits_soft_cap", "mask": "attn_mask"})
 _CALL = ("self", "x", "segment_pos", "cache", "attn_mask")
 
 
-def install(*, differentiable: str = "reverse") -> None:
+def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes the transformers of `gemma` compute attention by `flash_attention`.
 
     It takes over `Attention` of Gemma 2 and 3 and of Gemma 4
@@ -59,7 +60,7 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed(*, differentiable: str = "reverse") -> AbstractContextManager[None]:
+def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
     return _PATCH.installed(differentiable=differentiable)
 

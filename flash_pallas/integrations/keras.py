@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..frontend.words import LONG_NAMES, Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("keras", "keras", "3.15.1")
@@ -35,7 +36,7 @@ _MASK_ARGUMENTS = (
 )  # fmt: skip
 
 
-def install(*, differentiable: str = "reverse") -> None:
+def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes Keras compute attention by `flash_attention`.
 
     It takes over `keras.ops.dot_product_attention` and the layers `MultiHeadAttention` and
@@ -68,7 +69,7 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed(*, differentiable: str = "reverse") -> AbstractContextManager[None]:
+def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
     return _PATCH.installed(differentiable=differentiable)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..frontend.words import LONG_NAMES, Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("marin-levanter", "levanter", "0.2.227.dev40316220070")
@@ -38,7 +39,7 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def install(*, differentiable: str = "reverse") -> None:
+def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes Levanter compute attention by `flash_attention`.
 
     It takes over two functions of Levanter (https://github.com/marin-community/marin,
@@ -75,7 +76,7 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed(*, differentiable: str = "reverse") -> AbstractContextManager[None]:
+def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
     return _PATCH.installed(differentiable=differentiable)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention_with_max_logit
 from ..frontend.words import LONG_NAMES, Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("maxtext", "maxtext", "0.2.5")
@@ -38,7 +39,7 @@ _ARGUMENTS = (
 _KERNELS = ("autoselected", "flash")
 
 
-def install(*, differentiable: str = "reverse") -> None:
+def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes MaxText compute attention by `flash_attention`.
 
     It takes over `AttentionOp.apply_attention` (https://github.com/AI-Hypercomputer/maxtext, 0.2.5)
@@ -73,7 +74,7 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed(*, differentiable: str = "reverse") -> AbstractContextManager[None]:
+def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
     return _PATCH.installed(differentiable=differentiable)
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from ..api import flash_attention
 from ..frontend.words import LONG_NAMES, Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 from ._visible import Visible
 
@@ -37,7 +38,7 @@ _WEIGHTS = "dot_product_attention_weights"
 _UNKNOWN = "which flash_pallas has not: leave this model out of install(...)"
 
 
-def install(*models: str, differentiable: str = "reverse") -> None:
+def install(*models: str, differentiable: Differentiable = "reverse") -> None:
     """Makes Flax models of transformers compute attention by `flash_attention`.
 
     Some thirty models (https://github.com/huggingface/transformers, 4.57) call Flax's
@@ -75,7 +76,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed(*models: str, differentiable: str = "reverse") -> AbstractContextManager[None]:
+def installed(
+    *models: str, differentiable: Differentiable = "reverse"
+) -> AbstractContextManager[None]:
     """Returns a context manager: `install` of the models for the body of a `with` statement."""
     return _PATCH.installed(*models, differentiable=differentiable)
 

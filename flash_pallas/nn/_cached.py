@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from ..api import flash_attention
 from ..cache import KVCache, append_kv, check_fits, gather_pages, positions
@@ -18,6 +20,7 @@ from ..core.integers import round_up
 from ..decode import flash_decode
 from ..frontend.arguments import as_int32, check_room, is_computed, is_known, known
 from ..frontend.words import Words
+from ..typing import AnyArray, Array, Float, Int
 from ._options import CallArguments
 
 # Rows of a page of a ring that a step reads in place, the largest that divides the ring: those of
@@ -53,14 +56,20 @@ class RingCache(NamedTuple):
             None is `lengths`.
     """
 
-    k: Any
-    v: Any
-    lengths: Any
-    written: Any = None
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K Hv"]
+    lengths: Int[Array, " B"]
+    written: Int[Array, " B"] | None = None
 
     @classmethod
     def empty(
-        cls, batch: int, window: int, kv_heads: int, head_dim: int, dtype, drafts: int = 0
+        cls,
+        batch: int,
+        window: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        drafts: int = 0,
     ) -> RingCache:
         """Makes a cache for a window of `window` keys, the query's own included, and no token yet.
 
@@ -88,7 +97,7 @@ class RingCache(NamedTuple):
             page = next(size for size in RING_PAGES if size <= max(room // 16, RING_PAGES[-1]))
             room = round_up(room, page)
         cache = KVCache.empty(batch, room, kv_heads, head_dim, dtype)
-        return cls(*cache[:3], jnp.zeros_like(cache.lengths))
+        return cls(cache.k, cache.v, cache.lengths, jnp.zeros_like(cache.lengths))
 
 
 class ScaledCache(NamedTuple):
@@ -106,19 +115,27 @@ class ScaledCache(NamedTuple):
         starts: int32 [B], number of tokens on the left that are padding; None is none.
     """
 
-    k: Any
-    v: Any
-    lengths: Any
-    k_scale: Any
-    v_scale: Any
-    starts: Any = None
+    k: Array
+    v: Array
+    lengths: Int[Array, " B"]
+    k_scale: Float[AnyArray, "*#rows K"] | None
+    v_scale: Float[AnyArray, "*#rows K"] | None
+    starts: Int[Array, " B"] | None = None
 
     @classmethod
     def empty(
-        cls, batch: int, length: int, kv_heads: int, head_dim: int, dtype, k_scale, v_scale
+        cls,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        k_scale: Float[AnyArray, "*#rows K"] | None,
+        v_scale: Float[AnyArray, "*#rows K"] | None,
     ) -> ScaledCache:
         """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet."""
-        return cls(*KVCache.empty(batch, length, kv_heads, head_dim, dtype)[:3], k_scale, v_scale)
+        cache = KVCache.empty(batch, length, kv_heads, head_dim, dtype)
+        return cls(cache.k, cache.v, cache.lengths, k_scale, v_scale)
 
     @property
     def scales(self) -> dict[str, Any]:
@@ -126,11 +143,14 @@ class ScaledCache(NamedTuple):
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
+Cache = KVCache | RingCache | ScaledCache
+
+
 class New(NamedTuple):
     """Optional arguments of a call with a cache; None is not given."""
 
-    lengths: Any = None  # int [B]: real tokens among the new ones
-    page_table: Any = None  # int32 [B, max_pages]
+    lengths: AnyArray | None = None  # int [B]: real tokens among the new ones
+    page_table: AnyArray | None = None  # int32 [B, max_pages]
 
 
 def check(layer, cache, given: CallArguments, cross: bool, dropout_key, shape) -> None:
@@ -448,11 +468,11 @@ def _in_order(window: int, cache: RingCache, k, v):
 
 
 def _append_to_ring(cache: RingCache, k, v, new_lengths) -> RingCache:
-    specs = RingCache(*map(mesh_axes.spec_of, cache))
+    specs = jax.tree.map(mesh_axes.spec_of, cache)
     return mesh_axes.compiled_as_auto(_appended, (cache, k, v, new_lengths), specs)
 
 
-def _appended(cache: RingCache, k, v, new_lengths) -> RingCache:
+def _appended(cache: Any, k, v, new_lengths) -> RingCache:
     count, room = k.shape[1], cache.k.shape[1]
     added = jnp.full_like(cache.lengths, count)
     if new_lengths is not None:

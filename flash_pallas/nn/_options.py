@@ -6,7 +6,7 @@ Shared by `attention_fn` and both layers; needs no Flax.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,36 @@ from ..frontend.arguments import as_int32, band, check_broadcasts
 from ..frontend.validate import as_array
 from ..frontend.words import Words
 from ..parallel import ContextParallel
+from ..typing import AnyArray, Array, Bool, Float, Int
+
+
+class CallOptions(TypedDict, total=False):
+    """Arguments of a layer's call that have no influence on the type of its result."""
+
+    positions: Int[AnyArray, "*#B T"] | None
+    kv_positions: Int[AnyArray, "*#B S"] | None
+    segment_ids: Int[AnyArray, "*B T"] | None
+    kv_segment_ids: Int[AnyArray, "*B S"] | None
+    lengths: Int[AnyArray, "*B"] | None
+    kv_lengths: Int[AnyArray, "*B"] | None
+    mask: Bool[AnyArray, "*#B #N #T #S"] | None
+    bias: Float[AnyArray, "*#B #N #T #S"] | None
+    deterministic: bool | None
+    new_lengths: Int[AnyArray, " B"] | None
+    page_table: Int[AnyArray, "B max_pages"] | None
 
 
 class CallArguments(NamedTuple):
     """Optional arguments of a layer's call, besides its inputs; None is not given."""
 
-    positions: Any = None
-    kv_positions: Any = None
-    segment_ids: Any = None
-    kv_segment_ids: Any = None
-    lengths: Any = None
-    kv_lengths: Any = None
-    mask: Any = None
-    bias: Any = None
+    positions: AnyArray | None = None
+    kv_positions: AnyArray | None = None
+    segment_ids: AnyArray | None = None
+    kv_segment_ids: AnyArray | None = None
+    lengths: AnyArray | None = None
+    kv_lengths: AnyArray | None = None
+    mask: AnyArray | None = None
+    bias: AnyArray | None = None
 
     def of_self_attention(self) -> CallArguments:
         """Fills in the keys' arguments from the queries', which are the same tokens."""
@@ -262,7 +279,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([sequence(whole), rest]).astype(np.float32)
 
 
-def segment_positions(segment_ids) -> jax.Array:
+def segment_positions(segment_ids: Int[AnyArray, "*B T"]) -> Int[Array, "*B T"]:
     """Returns the position of every token in its own document, for RoPE of packed documents.
 
     Args:

@@ -9,37 +9,42 @@ module would be traced again each time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..api import flash_attention
 from ..frontend.validate import as_array, check_shapes
 from ..frontend.words import LONG_NAMES, Words
+from ..typing import AnyArray, Array, Bool, Float, Precision
 from ._options import scores_shape, truth, with_rank
 
 WORDS = Words({**LONG_NAMES, "causal": "is_causal", "dropout_seed": "dropout_rng"})
 
 
 def attention_fn(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    broadcast_dropout=True,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    deterministic=False,
-    dtype=None,
-    precision=None,
-    module=None,
-    force_fp32_for_softmax=False,
-    einsum_dot_general=None,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-    promote_dtype=None,
-    is_causal=False,
-    input_positions=None,
-):
+    query: Float[AnyArray, "*B T N H"],
+    key: Float[AnyArray, "*B S K H"],
+    value: Float[AnyArray, "*B S K Hv"],
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Bool[AnyArray, "*#B #N #T #S"] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Precision | None = None,
+    module: None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: None = None,
+    qk_attn_weights_einsum: None = None,
+    attn_weights_value_einsum: None = None,
+    promote_dtype: Callable[..., Any] | None = None,
+    is_causal: bool = False,
+    input_positions: None = None,
+) -> Float[Array, "*B T N Hv"]:
     """Computes exact attention in O(length) memory, as Flax's attention modules expect it.
 
     A query that sees no key gives 0, where Flax's default gives the mean of the values.
@@ -106,26 +111,26 @@ def attention_fn(
 
 
 def causal_attention_fn(
-    query,
-    key,
-    value,
-    bias=None,
-    mask=None,
-    broadcast_dropout=True,
-    dropout_rng=None,
-    dropout_rate=0.0,
-    deterministic=False,
-    dtype=None,
-    precision=None,
-    module=None,
-    force_fp32_for_softmax=False,
-    einsum_dot_general=None,
-    qk_attn_weights_einsum=None,
-    attn_weights_value_einsum=None,
-    promote_dtype=None,
-    is_causal=True,
-    input_positions=None,
-):
+    query: Float[AnyArray, "*B T N H"],
+    key: Float[AnyArray, "*B S K H"],
+    value: Float[AnyArray, "*B S K Hv"],
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Bool[AnyArray, "*#B #N #T #S"] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: Precision | None = None,
+    module: None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: None = None,
+    qk_attn_weights_einsum: None = None,
+    attn_weights_value_einsum: None = None,
+    promote_dtype: Callable[..., Any] | None = None,
+    is_causal: bool = True,
+    input_positions: None = None,
+) -> Float[Array, "*B T N Hv"]:
     """Computes a causal `attention_fn` unasked: for linen, whose modules have no is_causal.
 
     A dense causal mask is not needed with it; a mask hides further keys. Arguments, result and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,20 @@ import jax.numpy as jnp
 from ..api import flash_attention
 from ..core import rope
 from ..parallel import ContextParallel
+from ..typing import (
+    AnyArray,
+    Array,
+    BackendName,
+    Bool,
+    Differentiable,
+    Float,
+    Int,
+    NumSplits,
+    Precision,
+    QkNorm,
+)
 from . import _cached, _heads, _options
+from ._cached import Cache
 
 try:
     from flax import nnx
@@ -46,7 +59,7 @@ class FlashAttention(nnx.Module):
         out_features: int | None = None,
         causal: bool = False,
         rope_theta: float | None = None,
-        qk_norm: str | None = None,
+        qk_norm: QkNorm | None = None,
         scale: float | None = None,
         window: int | tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
@@ -59,13 +72,13 @@ class FlashAttention(nnx.Module):
         use_out_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: Callable = _heads.KERNEL_INIT,
-        bias_init: Callable = _heads.BIAS_INIT,
-        precision: str | jax.lax.Precision | None = None,
-        backend: str = "auto",
+        kernel_init: Callable[..., Any] = _heads.KERNEL_INIT,
+        bias_init: Callable[..., Any] = _heads.BIAS_INIT,
+        precision: Precision | None = None,
+        backend: BackendName = "auto",
         deterministic_backward: bool = False,
-        differentiable: str = "reverse",
-        num_splits: int | str = "auto",
+        differentiable: Differentiable = "reverse",
+        num_splits: NumSplits = "auto",
         context_parallel: ContextParallel | None = None,
         attention: Callable[..., jax.Array] = flash_attention,
         rngs: nnx.Rngs | jax.Array | int,
@@ -143,25 +156,45 @@ class FlashAttention(nnx.Module):
         self.sinks = nnx.data(sinks)
         self.rngs = nnx.data(rngs.dropout.fork() if dropout_rate != 0.0 else None)
 
+    @overload
     def __call__(
         self,
-        inputs,
-        inputs_kv=None,
+        inputs: AnyArray,
+        inputs_kv: AnyArray | None = None,
         *,
-        positions=None,
-        kv_positions=None,
-        segment_ids=None,
-        kv_segment_ids=None,
-        lengths=None,
-        kv_lengths=None,
-        mask=None,
-        bias=None,
-        deterministic=None,
-        rngs=None,
-        cache=None,
-        new_lengths=None,
-        page_table=None,
-    ):
+        rngs: nnx.Rngs | nnx.RngStream | Array | int | None = None,
+        cache: None = None,
+        **options: Unpack[_options.CallOptions],
+    ) -> Array: ...
+    @overload
+    def __call__[C: Cache](
+        self,
+        inputs: AnyArray,
+        inputs_kv: None = None,
+        *,
+        rngs: nnx.Rngs | nnx.RngStream | Array | int | None = None,
+        cache: C,
+        **options: Unpack[_options.CallOptions],
+    ) -> tuple[Array, C]: ...
+    def __call__(
+        self,
+        inputs: Float[AnyArray, "*B T features"],
+        inputs_kv: Float[AnyArray, "*B S kv_features"] | None = None,
+        *,
+        positions: Int[AnyArray, "*#B T"] | None = None,
+        kv_positions: Int[AnyArray, "*#B S"] | None = None,
+        segment_ids: Int[AnyArray, "*B T"] | None = None,
+        kv_segment_ids: Int[AnyArray, "*B S"] | None = None,
+        lengths: Int[AnyArray, "*B"] | None = None,
+        kv_lengths: Int[AnyArray, "*B"] | None = None,
+        mask: Bool[AnyArray, "*#B #N #T #S"] | None = None,
+        bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | int | None = None,
+        cache: Cache | None = None,
+        new_lengths: Int[AnyArray, " B"] | None = None,
+        page_table: Int[AnyArray, "B max_pages"] | None = None,
+    ) -> Array | tuple[Array, Cache]:
         """Computes attention of `inputs` over `inputs_kv`, or over itself.
 
         In self-attention, arguments of the queries alone (positions, segment_ids, lengths) hold

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,39 +16,111 @@ from ..frontend import arguments as checks
 from ..frontend import dispatch, validate
 from ..frontend.arguments import Arguments, as_int32, seed_words
 from ..frontend.validate import unexpected
+from ..typing import (
+    AnyArray,
+    Array,
+    BackendName,
+    Differentiable,
+    Float,
+    Int,
+    Integer,
+    Layout,
+    MeshAxes,
+    Precision,
+    Strategy,
+)
 from . import gathered, ring
 from .cuts import Cuts, shards_around
 from .layout import local_positions
 from .plan import Plan
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
-
-STRATEGIES = ("ring", "all_gather", "ulysses")
-LAYOUTS = ("contiguous", "zigzag")
+STRATEGIES = get_args(Strategy)
+LAYOUTS = get_args(Layout)
 _IDS = ("q_segment_ids", "kv_segment_ids")
 
 
+class ContextOptions(TypedDict, total=False):
+    """Arguments of both functions that have no influence on the type of the result."""
+
+    strategy: Strategy
+    layout: Layout
+    causal: bool
+    window: int | tuple[int | None, int | None] | None
+    scale: float | None
+    q_segment_ids: Int[AnyArray, "B T"] | None
+    kv_segment_ids: Int[AnyArray, "B S"] | None
+    q_positions: Int[AnyArray, "B T"] | None
+    kv_positions: Int[AnyArray, "B S"] | None
+    softcap: float | None
+    sinks: Float[AnyArray, " N"] | None
+    dropout_rate: float
+    dropout_seed: Integer | AnyArray | None
+    broadcast_dropout: bool
+    deterministic: bool
+    precision: Precision | None
+    differentiable: Differentiable
+    backend: BackendName
+
+
+@overload
 def context_parallel_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K Hv"],
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
     axis: str | tuple[str, ...],
-    strategy: str = "ring",
-    layout: str = "contiguous",
-    batch_axis: str | tuple[str, ...] | None = None,
-    head_axis: str | tuple[str, ...] | None = None,
-    q_segment_ids: Int[Array, "B T"] | None = None,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
-    q_positions: Int[Array, "B T"] | None = None,
-    kv_positions: Int[Array, "B S"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    dropout_seed: int | Array | None = None,
+    batch_axis: MeshAxes = None,
+    head_axis: MeshAxes = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ContextOptions],
+) -> Array: ...
+@overload
+def context_parallel_attention(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axis: str | tuple[str, ...],
+    batch_axis: MeshAxes = None,
+    head_axis: MeshAxes = None,
+    return_lse: Literal[True],
+    **options: Unpack[ContextOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def context_parallel_attention(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axis: str | tuple[str, ...],
+    batch_axis: MeshAxes = None,
+    head_axis: MeshAxes = None,
+    return_lse: bool,
+    **options: Unpack[ContextOptions],
+) -> Array | tuple[Array, Array]: ...
+def context_parallel_attention(
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K Hv"],
+    *,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    axis: str | tuple[str, ...],
+    strategy: Strategy = "ring",
+    layout: Layout = "contiguous",
+    batch_axis: MeshAxes = None,
+    head_axis: MeshAxes = None,
+    q_segment_ids: Int[AnyArray, "B T"] | None = None,
+    kv_segment_ids: Int[AnyArray, "B S"] | None = None,
+    q_positions: Int[AnyArray, "B T"] | None = None,
+    kv_positions: Int[AnyArray, "B S"] | None = None,
+    sinks: Float[AnyArray, " N"] | None = None,
+    dropout_seed: Integer | AnyArray | None = None,
     return_lse: bool = False,
     **options: Any,
-):
+) -> Array | tuple[Array, Array]:
     """Computes `flash_attention` to a sequence that is sharded over a mesh axis.
 
     Ring attention (https://arxiv.org/abs/2310.01889) or another strategy, by `jax.shard_map`, with
@@ -175,33 +247,66 @@ def _on_devices(cuts: Cuts, options, q, k, v, given):
     return jax.tree.map(partial(_shortened, length), found) if uneven else found
 
 
+@overload
 def sharded_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K Hv"],
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
     axis: str | tuple[str, ...],
-    strategy: str = "ring",
-    layout: str = "contiguous",
+    shard_axes: tuple[MeshAxes, MeshAxes] | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ContextOptions],
+) -> Array: ...
+@overload
+def sharded_attention(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    axis: str | tuple[str, ...],
+    shard_axes: tuple[MeshAxes, MeshAxes] | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[ContextOptions],
+) -> tuple[Array, Array]: ...
+@overload
+def sharded_attention(
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    axis: str | tuple[str, ...],
+    shard_axes: tuple[MeshAxes, MeshAxes] | None = None,
+    return_lse: bool,
+    **options: Unpack[ContextOptions],
+) -> Array | tuple[Array, Array]: ...
+def sharded_attention(
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K Hv"],
+    *,
+    axis: str | tuple[str, ...],
+    strategy: Strategy = "ring",
+    layout: Layout = "contiguous",
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     scale: float | None = None,
-    q_segment_ids: Int[Array, "B T"] | None = None,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
-    q_positions: Int[Array, "B T"] | None = None,
-    kv_positions: Int[Array, "B S"] | None = None,
+    q_segment_ids: Int[AnyArray, "B T"] | None = None,
+    kv_segment_ids: Int[AnyArray, "B S"] | None = None,
+    q_positions: Int[AnyArray, "B T"] | None = None,
+    kv_positions: Int[AnyArray, "B S"] | None = None,
     softcap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    sinks: Float[AnyArray, " N"] | None = None,
     dropout_rate: float = 0.0,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: Integer | AnyArray | None = None,
     broadcast_dropout: bool = False,
-    shard_axes: tuple[Any, Any] | None = None,
+    shard_axes: tuple[MeshAxes, MeshAxes] | None = None,
     deterministic: bool = False,
-    precision: str | jax.lax.Precision | None = None,
-    differentiable: str = "reverse",
-    backend: str = "auto",
+    precision: Precision | None = None,
+    differentiable: Differentiable = "reverse",
+    backend: BackendName = "auto",
     return_lse: bool = False,
-):
+) -> Array | tuple[Array, Array]:
     """Computes `context_parallel_attention` of one device's part, inside `jax.shard_map`.
 
     Args:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import mesh_axes
+from ..typing import AnyArray, Array
 
 
 def zigzag_positions(length: int, shards: int) -> np.ndarray:
@@ -30,7 +31,7 @@ def zigzag_positions(length: int, shards: int) -> np.ndarray:
     return _moved(np.arange(length, dtype=np.int32), _order(shards), 0, np)
 
 
-def to_zigzag(x, shards: int, axis: int = 1):
+def to_zigzag(x: AnyArray, shards: int, axis: int = 1) -> Array:
     """Permutes the sequence axis of x to zigzag layout.
 
     Args:
@@ -54,7 +55,7 @@ def to_zigzag(x, shards: int, axis: int = 1):
     return _moved(x, _order(shards), axis)
 
 
-def from_zigzag(x, shards: int, axis: int = 1):
+def from_zigzag(x: AnyArray, shards: int, axis: int = 1) -> Array:
     """Puts the sequence axis of x in order again, which undoes `to_zigzag`.
 
     Args:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..typing import AnyArray, Array, Layout, MeshAxes, Strategy
 from .context import context_parallel_attention, sharded_attention
 from .layout import local_positions, names_of, zigzag_positions
 
@@ -47,13 +48,13 @@ class ContextParallel:
     """
 
     axis: str | tuple[str, ...]
-    strategy: str = "ring"
-    layout: str = "contiguous"
-    batch_axis: str | tuple[str, ...] | None = None
-    head_axis: str | tuple[str, ...] | None = None
+    strategy: Strategy = "ring"
+    layout: Layout = "contiguous"
+    batch_axis: MeshAxes = None
+    head_axis: MeshAxes = None
     mesh: jax.sharding.Mesh | None = None
 
-    def attend(self, q, k, v, **options: Any):
+    def attend(self, q: AnyArray, k: AnyArray, v: AnyArray, **options: Any) -> Array:
         """Computes attention of q [B, T, N, H] to k and v [B, T, K, H].
 
         Args:
@@ -82,7 +83,7 @@ class ContextParallel:
         axes = {"batch_axis": self.batch_axis, "head_axis": self.head_axis}
         return context_parallel_attention(q, k, v, mesh=self._mesh, **axes, **how, **options)
 
-    def positions(self, length: int):
+    def positions(self, length: int) -> Array:
         """Returns int32[length]: the positions of the tokens of a call, for RoPE.
 
         Args:
