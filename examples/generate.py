@@ -3,8 +3,9 @@
     python examples/generate.py --prompts "def " "import " "class A"
 
 Prompts of any lengths are read at once; then every step adds a byte to each. The model is that of
-`make demo`; where there is none yet, it is trained first. Prints what was written and the bytes per
-second, with the keys read in one range and in as many as flash_decode chooses (split-KV).
+`make demo`, which is trained first if there is none yet, or one in `--model-dir`. Prints what was
+written and the bytes per second, with the keys read in one range and in as many as flash_decode
+chooses (split-KV).
 
 The benefit of split-KV shows in long contexts. Speed does not depend on what a model has learnt:
 
@@ -33,6 +34,7 @@ from model import ModelConfig, Transformer
 from flash_pallas import explain, flash_decode
 
 TRAINING = pathlib.Path(__file__).with_name("train_transformer.py")
+DEMO = pathlib.Path("demo")
 ROOM_MULTIPLE = 128
 
 
@@ -48,7 +50,9 @@ def parse_arguments() -> argparse.Namespace:
     backends = ("auto", "hopper", "portable", "xla")
     parser.add_argument("--backend", choices=backends, default="auto", help="of flash_pallas")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model-dir", type=pathlib.Path, default=pathlib.Path("demo"))
+    parser.add_argument(
+        "--model-dir", type=pathlib.Path, help="of train_transformer.py; default: that of the demo"
+    )
     parser.add_argument(
         "--random",
         type=int,
@@ -129,9 +133,15 @@ def load_or_train(arguments: argparse.Namespace) -> Transformer:
     """Loads the model of `make demo`, or trains it where there is none yet."""
     import checkpoint  # needs Orbax, which a model without training does not
 
-    folder = arguments.model_dir / "checkpoint"
+    trained = arguments.model_dir or DEMO
+    folder = trained / "checkpoint"
     if not checkpoint.exists(folder):
-        subprocess.run([sys.executable, TRAINING, "--out-dir", arguments.model_dir], check=True)
+        if arguments.model_dir is not None:
+            raise SystemExit(
+                f"--model-dir {trained}: there is no model in it; leave it out for that of the "
+                f"demo, or train one: python examples/train_transformer.py --out-dir {trained}"
+            )
+        subprocess.run([sys.executable, TRAINING, "--out-dir", trained], check=True)
     return checkpoint.load(folder, arguments.backend)
 
 

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from .core.block_mask import BlockMask
+from .frontend import arguments as checks
 from .frontend import dispatch, validate
 from .frontend.arguments import Arguments
 from .frontend.validate import same_arguments, suggested
+from .frontend.words import LONG_NAMES, Words
 from .transforms import any_order, derivatives
 from .typing import (
     AnyArray,
@@ -30,6 +32,19 @@ from .typing import (
     Window,
 )
 
+# What jax.nn calls the arguments of `flash_attention`.
+JAX_WORDS = Words(
+    {
+        **LONG_NAMES,
+        "causal": "is_causal",
+        "window": "local_window_size",
+        "q_lengths": "query_seq_lengths",
+        "kv_lengths": "key_value_seq_lengths",
+        "backend=": "implementation=",
+        "backend is": "implementation is",
+        "default backend is": "default backend is",  # which is JAX's
+    }
+)
 # One jit for the whole program: an eager call finds its compiled version instead of tracing anew.
 _ATTEND = {
     "reverse": jax.jit(derivatives.attend, static_argnums=(0, 1, 2)),
@@ -99,9 +114,10 @@ def flash_attention(
         scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
         q_offset: position of query 0, where key 0 has position 0. The default None means 0, which
             aligns the first query with the first key as `jax.nn` does; S - T aligns the last with
-            the last as FlashAttention does. A single causal query of several keys must pass it. An
-            int, or integers [*B] (or one), which may be traced and change without recompiling.
-            Positions beyond 2**30 either way raise; those of a jax array are clipped to it.
+            the last as FlashAttention does. A single causal query of several keys must pass it;
+            several of more keys that do not are placed at 0, with a warning in the log. An int, or
+            integers [*B] (or one), which may be traced and change without recompiling. Positions
+            beyond 2**30 either way raise; those of a jax array are clipped to it.
         q_positions: integers [*B, T]: position of every query, in place of its index and q_offset.
             causal, window, ALiBi and the i of mods compare positions, which may be in any order and
             repeat; dropout still counts indices. No array of [T, S] is made: a block of keys is
@@ -159,7 +175,9 @@ def flash_attention(
             mode (jax.jvp, jax.jacfwd) and derivatives of every order (jax.hessian, gradients of
             gradients) besides. With "any" the gradient runs the same kernels. hopper and portable
             have kernels for tangents too, and hopper for most Hessian-vector products; the rest is
-            blockwise jnp: slower, in memory linear in T and S. `explain` says which.
+            blockwise jnp: slower, in memory linear in T and S. `explain` says which. Attention is
+            linear in v, but `jax.linear_transpose` has no rule for it: take `jax.vjp`, or with
+            "any" transpose the function that `jax.linearize` returns.
         backend: "auto" takes the fastest that can run the call; "hopper", "cudnn", "portable" or
             "xla" takes this one or raises. "auto" chooses for the device that the arrays were put
             on, or `jax.default_device`; for other devices than the default ones, under jit say
@@ -233,7 +251,8 @@ def flash_attention_with_lse(
 
     Returns:
         o [*B, T, N, Hv] in q's dtype, and lse [*B, N, T] in float32 (float64 for float64), the
-        natural logarithm; -inf for a query that sees no key.
+        natural logarithm; -inf for a query that sees no key. With `sinks`, such a query and one
+        that a negative id makes padding have their sink; one beyond `q_lengths` has -inf.
 
     Raises:
         TypeError: and others, as `flash_attention` lists them.
@@ -293,6 +312,8 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     plan = dispatch.plan(call.problem, backend, (q, k, v), override)
     if arguments.within is None:  # flash_attention_varlen has no block_mask
         dispatch.tell_of_cost(call.problem)
+        if checks.is_unplaced(arguments):
+            dispatch.tell_of_place(call.problem)
     attend = _ATTEND[call.spec.differentiable]
     try:
         found = attend(plan.backend, call.spec, plan.blocks, call.operands)
@@ -418,22 +439,30 @@ def dot_product_attention(
         >>> dot_product_attention(x, x, x, is_causal=True).shape
         (2, 16, 4, 64)
     """
-    rank = jnp.ndim(query)
-    o, lse = flash_attention_with_lse(
-        query,
-        key,
-        value,
-        bias=validate.of_rank(bias, rank),
-        mask=validate.of_rank(mask, rank),
-        causal=is_causal,
-        window=local_window_size,
-        scale=scale,
-        q_offset=0,
-        q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3, query.shape[-3]),
-        kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3, key.shape[-3]),
-        empty_rows="mean",
-        backend="auto" if implementation is None else implementation,
-    )
+    shapes = [validate.as_array(*x).shape for x in (("query", query), ("key", key))]
+    rank = len(shapes[0])
+    q_len, kv_len = (shape[-3] if len(shape) > 2 else 0 for shape in shapes)
+    with JAX_WORDS:
+        if 3 <= rank == len(shapes[1]):
+            for name, x in (("bias", bias), ("mask", mask)):
+                if x is not None and checks.is_array(x) and jnp.shape(x)[:-rank] != (1,):
+                    full = *shapes[0][:-3], shapes[0][-2], q_len, kv_len
+                    checks.check_broadcasts(name, x, full)
+        o, lse = flash_attention_with_lse(
+            query,
+            key,
+            value,
+            bias=validate.of_rank(bias, rank),
+            mask=validate.of_rank(mask, rank),
+            causal=is_causal,
+            window=local_window_size,
+            scale=scale,
+            q_offset=0,
+            q_lengths=validate.lengths_of_rank(query_seq_lengths, rank - 3, q_len),
+            kv_lengths=validate.lengths_of_rank(key_value_seq_lengths, rank - 3, kv_len),
+            empty_rows="mean",
+            backend="auto" if implementation is None else implementation,
+        )
     if not return_residual:
         return o
     return o, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2)).astype(o.dtype)

@@ -85,7 +85,14 @@ class KVCache(NamedTuple, Generic[Values]):  # noqa: UP046, as its parameter has
 
         With `shared` the values are columns of the keys, and v is None.
         """
-        zeros = lambda: jnp.zeros((batch, length, kv_heads, head_dim), dtype)
+        shape = batch, length, kv_heads, head_dim
+        for name, size in zip(("batch", "length", "kv_heads", "head_dim"), shape, strict=True):
+            if isinstance(size, (bool, float, str)) or (isinstance(size, int) and size < 0):
+                raise ValueError(
+                    f"{name} is {size!r}: it must be an int of at least 0; the order is batch, "
+                    "length, kv_heads, head_dim, dtype"
+                )
+        zeros = lambda: jnp.zeros(shape, dtype)
         values: Any = None if shared else zeros()
         return cls(zeros(), values, jnp.zeros(batch, jnp.int32), starts)
 
@@ -694,7 +701,10 @@ def _check_dtype(name: str, x, scale, cache: tuple[str, Any]):
 def _integers(name: str, x, rank: int, batch: int | None) -> jax.Array:
     """Returns an int32 array of this rank for `batch` sequences; None is any number."""
     if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array of integers, got {type(x).__name__}")
+        raise TypeError(
+            f"{name} must be an array of integers, got {type(x).__name__}: convert it with "
+            "jnp.array(...)"
+        )
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}: it must be int32")
     if x.ndim != rank or batch not in (None, x.shape[0]):

@@ -14,14 +14,18 @@ from jax.custom_batching import custom_vmap
 from .backends.base import Backend
 from .cache import append_packed
 from .core import mesh_axes, ragged, softmax, undifferentiable
+from .core.decode import DecodeOperands, of_nothing
 from .core.problem import Outputs, own_width
 from .core.ragged import RaggedOperands, RaggedSpec
 from .frontend import arguments as checks
 from .frontend import dispatch, validate_ragged
 from .frontend.validate import suggested
 from .frontend.validate_ragged import RaggedArguments
+from .frontend.words import Words
 from .transforms import derivatives, sharding
 from .typing import AnyArray, Array, BackendName, Float, Int, Integer, NumSplits, Window
+
+WORDS = Words({"k": "k_pages", "v": "v_pages"})
 
 
 class RaggedOptions(TypedDict, total=False):
@@ -249,7 +253,8 @@ def prepared(
     q, k_pages, v_pages, arguments: RaggedArguments, backend: str
 ) -> tuple[Backend, RaggedSpec, RaggedOperands]:
     """Returns a checked call: what `attended` takes. Raises as `ragged_paged_attention` does."""
-    spec, operands = validate_ragged.canonicalize(q, k_pages, v_pages, arguments)
+    with WORDS:
+        spec, operands = validate_ragged.canonicalize(q, k_pages, v_pages, arguments)
     plan = dispatch.plan(ragged.describe(operands, spec), backend, (q, k_pages, v_pages))
     return plan.backend, spec, operands
 
@@ -273,6 +278,11 @@ def _with_new(operands: RaggedOperands, a: RaggedArguments, pages, new) -> Ragge
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(backend: Backend, spec: RaggedSpec, operands: RaggedOperands):
+    if not len(operands.q):
+        empty = DecodeOperands(
+            operands.q[None], operands.k, operands.v, kv_lengths=None, q_offset=None
+        )
+        return tuple(x[0] for x in of_nothing(empty, spec.decode))
     operands = mesh_axes.spread(operands, mesh_axes.varying(operands))
     unit = spec.decode.attention.unit(operands.alibi_slopes is not None)
     if mesh_axes.mesh_of(operands[:3]) is None:

@@ -404,6 +404,13 @@ def test_refusals():
             function(lambda y: fp.flash_attention(y, y, y), (y,), (y,))
 
 
+def test_the_transpose_in_v():
+    q, k, v, do = arrays(4, (1, 16, 2, 8))
+    call = lambda v: fp.flash_attention(q, k, v, differentiable="any")
+    (found,) = jax.linear_transpose(jax.linearize(call, v)[1], v)(do)
+    np.testing.assert_array_equal(found, jax.vjp(call, v)[1](do)[0])
+
+
 def test_other_functions_and_layers():
     q, k, v, dq, *_ = arrays(6, (1, 16, 2, 8))
     dense = lambda q: reference.attention(q, k, v)[0]

@@ -299,7 +299,12 @@ BAD = {
     "pages": ((Q, PAGES, PAGES[:4]), PAGED, ValueError, "pages of k and v differ"),
     "tokens": ((array(2, 65, 4, 16), K, K), {}, ValueError, "65 tokens.*1 to 64.*flash_attention"),
     "no tokens": ((array(2, 0, 4, 16), K, K), {}, ValueError, "q has 0 tokens"),
-    "no room": ((Q, K[:, :0], K[:, :0]), {}, ValueError, "no room.*positive"),
+    "no pages": (
+        (Q, PAGES[:0], PAGES[:0]),
+        {"page_table": jnp.zeros((2, 1), int), "kv_lengths": 0},
+        ValueError,
+        "no page.*at least one",
+    ),
     "heads": ((array(2, 1, 3, 16), K, K), {}, ValueError, "3 heads and k 2.*multiple"),
     "head dim": ((Q, K[..., :8], K), {}, ValueError, "head_dim 16 and k head_dim 8"),
     "dtypes": ((Q, K.astype("bfloat16"), K), {}, TypeError, "one dtype.*k bfloat16"),
@@ -336,6 +341,19 @@ BAD = {
         r"page_table has shape \(3, 3\): it must be \[batch, max_pages\].*2 sequences",
     ),
 }
+
+
+def test_no_sequence_and_no_room_give_empty_results():
+    sinks = jnp.arange(Q.shape[2], dtype=jnp.float32)
+    for call in (fp.flash_decode, jax.jit(fp.flash_decode)):
+        assert call(Q[:0], K[:0], K[:0, ..., :8]).shape == (0, *Q.shape[1:-1], 8)
+    table = jnp.zeros((0, 3), jnp.int32)
+    paged = {"page_table": table, "kv_lengths": jnp.zeros(0, jnp.int32)}
+    assert fp.flash_decode(Q[:0], PAGES, PAGES, **paged).shape == Q[:0].shape
+    for given, wanted in ((None, jnp.full_like(sinks, -jnp.inf)), (sinks, sinks)):
+        o, lse = fp.flash_decode(Q, K[:, :0], K[:, :0], sinks=given, return_lse=True)
+        assert o.shape == Q.shape and not o.any()
+        np.testing.assert_array_equal(lse, jnp.broadcast_to(wanted[:, None], lse.shape))
 
 
 @pytest.mark.parametrize("name", BAD)

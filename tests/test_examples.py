@@ -169,6 +169,14 @@ def test_generation_goes_on_from_the_checkpoint(tmp_path):
 
 
 @pytest.mark.thorough
+def test_generation_does_not_train_in_a_folder_that_was_named(tmp_path):
+    process = start("generate.py", "--model-dir", "typo", cwd=tmp_path)
+    _, errors = process.communicate()
+    assert process.returncode and "--model-dir typo: there is no model in it" in errors
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.thorough
 def test_generation_without_training(tmp_path):
     flags = ("--random", 1, 16, 2, 1, 8, "--prompt-bytes", 300, "--bytes", 5, "--json", "said.json")
     output = run("generate.py", *flags, cwd=tmp_path)

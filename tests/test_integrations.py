@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flash_pallas import flash_attention, integrations
-from flash_pallas.integrations import transformers
+from flash_pallas.integrations import levanter, maxtext, transformers
 from flash_pallas.integrations._hooks import Client, Hook, Patch
 from flash_pallas.integrations._visible import Visible
 
@@ -64,6 +64,40 @@ def test_hooks_stay_where_they_were_imported_if_not_everywhere(library):
     library, user = library
     with Patch(lambda: [Hook(library, "function", abs)]).installed():
         assert library.function is abs and user.function(1) == 2
+
+
+def test_derivatives_of_other_orders_are_asked_for_at_installation(monkeypatch):
+    patch = Patch(lambda: [])
+    with patch.installed(differentiable="any"):
+        assert patch.differentiable == "any"
+    patch.install()
+    assert patch.differentiable == "reverse"
+    with pytest.raises(ValueError, match="differentiable is 'twice': choose 'reverse', or 'any'"):
+        patch.install(differentiable="twice")
+    attend = levanter._of_arrays(abs, types.SimpleNamespace(AttentionMask=int))
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+    call = lambda q: attend(q, x, x, None)
+    with pytest.raises(TypeError, match="differentiable='any'"):
+        jax.jvp(call, (x,), (x,))
+    monkeypatch.setattr(levanter._PATCH, "differentiable", "any")
+    value, tangent = jax.jvp(call, (x,), (0 * x,))
+    np.testing.assert_allclose(value, call(x), rtol=0, atol=1e-6)
+    assert not tangent.any()
+
+
+def test_errors_name_the_arguments_of_the_library():
+    full = types.SimpleNamespace(attention_type="full", attn_logits_soft_cap=None)
+    kinds = types.SimpleNamespace(AttentionType=types.SimpleNamespace(FULL="full"))
+    x = jnp.ones((2, 4, 2, 8))
+    for change, arrays, told in (
+        ({}, (x[..., :1, :], x, x), r"query has 1 heads and key 2"),
+        ({"attn_logits_soft_cap": -1.0}, (x, x, x), r"attn_logits_soft_cap must be .* got -1\.0"),
+        ({}, (x, x, x, jnp.zeros((2, 3), int)), r"decoder_segment_ids has shape \(2, 3\)"),
+    ):
+        q_ids = arrays[3] if len(arrays) > 3 else None
+        layer = types.SimpleNamespace(**vars(full) | change)
+        with pytest.raises(ValueError, match=told):
+            maxtext._attend(layer, kinds, arrays[:3], q_ids, {})
 
 
 def test_what_was_compiled_is_traced_again(library):

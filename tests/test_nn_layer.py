@@ -331,7 +331,7 @@ def test_settings_reach_the_attention():
         ({"num_heads": 4, "num_kv_heads": 3}, r"num_heads \(4\) .* num_kv_heads \(3\)"),
         ({"num_heads": 5}, r"features \(24\) must be a multiple of num_heads \(5\)"),
         ({"num_heads": 4, "head_dim": 3, "rope_theta": 1e4}, "even head_dim, got 3"),
-        ({"num_heads": 4, "rope_theta": 0.0}, r"rope_theta must be None or a positive .*got 0\.0"),
+        ({"num_heads": 4, "rope_theta": 0.0}, r"rope_theta is 0\.0: .*positive"),
         ({"num_heads": 4, "qk_norm": "batch"}, "qk_norm must be None, 'rms' or 'layer'"),
     ],
 )

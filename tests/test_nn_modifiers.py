@@ -234,11 +234,11 @@ def test_slopes():
     expected = np.concatenate([2.0 ** -np.arange(2.0, 9.0, 2.0), [0.5, 0.125]])
     np.testing.assert_array_equal(alibi_slopes(6), expected.astype(np.float32))
     assert alibi_slopes(1) == np.float32(1 / 256)
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"num_heads is 0: .*positive"):
         alibi_slopes(0)
-    with pytest.raises(ValueError, match=r"each of the 4 heads, got shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"alibi is \(0\.5, .*4 heads"):
         fp_nnx.FlashAttention(4, FEATURES, alibi=(0.5, 0.25, 0.1), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"each of the 4 heads, got shape \(\)"):
+    with pytest.raises(ValueError, match=r"alibi is 0\.5: .*4 heads"):
         fp_linen.FlashAttention(4, alibi=0.5).init(jax.random.key(0), normal(0, 3, FEATURES))
 
 

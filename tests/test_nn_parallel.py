@@ -97,7 +97,7 @@ def test_what_contradicts_itself(mesh):
     x, ids = tokens()
     context = ContextParallel("context", mesh=mesh)
     layer = nnx_layer(context_parallel=context)
-    with pytest.raises(ValueError, match="context_parallel and kv_lengths, mask, q_lengths: "):
+    with pytest.raises(ValueError, match="context_parallel and kv_lengths, mask, lengths: "):
         layer(x, mask=jnp.ones((B, 1, 1, T), bool), lengths=jnp.array([3, 4], jnp.int32))
     with pytest.raises(ValueError, match=r"the mesh has \(\): call the layer under jax.set_mesh"):
         nnx_layer(context_parallel=ContextParallel("context"))(x, segment_ids=ids)

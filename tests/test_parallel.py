@@ -227,7 +227,7 @@ def place_on(devices):
         ("mesh", None, "mesh is None: it must be a jax.sharding.Mesh"),
         ("scale", "0.5", "scale must be a Python number"),
         ("causal", jnp.bool_(True), "causal is an array, but it must be static"),
-        ("window", 2.0, "window must be an int"),
+        ("window", 2.0, "window is .*must be an int"),
     ],
 )
 def test_arguments_of_the_wrong_kind(devices, name, value, message):

@@ -359,13 +359,24 @@ def test_where_dot_product_attention_differs_from_jax_nn():
     assert jnp.isneginf(lse[:, 4]).all() and jnp.isfinite(lse[:, :4]).all()
 
 
+def test_the_log_sum_exp_of_padding_next_to_sinks():
+    q, _, _ = inputs(2)
+    sinks, ids = jnp.arange(4.0), jnp.where(jnp.arange(q.shape[1]) < 2, 0, -1)
+    ids = jnp.broadcast_to(ids, q.shape[:2])
+    lse = lambda **given: fp.flash_attention_with_lse(q, q, q, sinks=sinks, **given)[1][:, :, 2:]
+    padded = jnp.broadcast_to(sinks[:, None], (len(q), 4, q.shape[1] - 2))
+    np.testing.assert_array_equal(lse(q_segment_ids=ids, kv_segment_ids=ids), padded)
+    np.testing.assert_array_equal(lse(kv_lengths=0), padded)
+    np.testing.assert_array_equal(lse(q_lengths=2), jnp.full_like(padded, -jnp.inf))
+
+
 @pytest.mark.thorough
 def test_what_jax_nn_takes_and_we_refuse_says_what_to_do():
     q, k, v = inputs(2)
     ours, theirs = fp.dot_product_attention, jax.nn.dot_product_attention
     scaled = lambda f: jax.jit(lambda s: f(q, k, v, scale=s))
     assert scaled(theirs)(0.3).shape == q.shape
-    with pytest.raises(TypeError, match=r"scale is traced.*multiply q by it"):
+    with pytest.raises(TypeError, match=r"scale is traced.*multiply query by it"):
         scaled(ours)(0.3)
     hessian = lambda f: jax.jacrev(jax.grad(lambda q: jnp.sum(f(q, k[:1], v[:1]))))(q[:1, :1])
     assert hessian(theirs).shape == (1, 1, 4, 16) * 2

@@ -265,11 +265,11 @@ Q, PAGES = array(8, 4, 16), array(5, 16, 2, 16)
 NEW = array(8, 2, 16)
 BAD: dict[str, tuple[tuple, dict[str, Any], type, str]] = {
     "rank": ((Q[None], PAGES, PAGES), {}, ValueError, r"q must be \[tokens, heads, head_dim\]"),
-    "no rows": ((Q[:0], PAGES, PAGES), {}, ValueError, "no row of q"),
+    "no pages": ((Q, PAGES[:0], PAGES[:0]), {}, ValueError, "there is no page"),
     "pages": ((Q, PAGES, PAGES[:4]), {}, ValueError, "the pages differ"),
     "page size": ((Q, PAGES[:, :8], PAGES[:, :8]), {}, ValueError, "pages of 8 keys.*multiple"),
-    "heads": ((Q[:, :3], PAGES, PAGES), {}, ValueError, "3 heads and k 2.*multiple"),
-    "dtypes": ((Q, PAGES.astype("bfloat16"), PAGES), {}, TypeError, "one dtype.*k bfloat16"),
+    "heads": ((Q[:, :3], PAGES, PAGES), {}, ValueError, "3 heads and k_pages 2.*multiple"),
+    "dtypes": ((Q, PAGES.astype("bfloat16"), PAGES), {}, TypeError, "one dtype.*k_pages bfloat16"),
     "list": ((Q, [1.0], PAGES), {}, TypeError, "k_pages must be an array, got list"),
     "lengths": ((), {"kv_lengths": jnp.int32(3)}, ValueError, r"kv_lengths has shape \(\)"),
     "floats": ((), {"kv_lengths": array(2)}, TypeError, "kv_lengths has dtype float32"),
@@ -305,6 +305,16 @@ BAD: dict[str, tuple[tuple, dict[str, Any], type, str]] = {
     "flash-attn's": ((), {"cu_seqlens_q": 3}, TypeError, "did you mean 'cu_q_lens'"),
     "the TPU's": ((), {"kv_pages": 3}, TypeError, "'kv_pages': k_pages and v_pages are two arrays"),
 }
+
+
+def test_no_token_gives_empty_results():
+    none = INTEGERS | {"cu_q_lens": jnp.zeros_like(INTEGERS["cu_q_lens"])}
+    new = {"new_k": PAGES[0, :0], "new_v": PAGES[0, :0]}
+    for call in (fp.ragged_paged_attention, jax.jit(fp.ragged_paged_attention)):
+        assert call(Q[:0], PAGES, PAGES[..., :8], **none).shape == (0, *Q.shape[1:-1], 8)
+    o, lse, pages = fp.ragged_paged_attention(Q[:0], PAGES, PAGES, return_lse=True, **none, **new)
+    assert o.shape == Q[:0].shape and lse.shape == (Q.shape[1], 0)
+    np.testing.assert_array_equal(pages[0], PAGES)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
+from ..frontend import validate
 
 
 def refuse(name: str, value: Any, default: Any, way_out: str) -> None:
@@ -14,11 +14,48 @@ def refuse(name: str, value: Any, default: Any, way_out: str) -> None:
     raise ValueError(f"{name} is {value!r}, which has no counterpart here: {way_out}")
 
 
-def check_heads(q, k, enable_gqa: bool) -> None:
-    """Raises ValueError where q and k [..., length, heads, E] differ in heads without a flag."""
-    heads, kv_heads = (jnp.shape(x)[-2] if jnp.ndim(x) > 2 else None for x in (q, k))
-    if heads != kv_heads and not enable_gqa:
+def check_heads_first(arrays: dict[str, Any], enable_gqa: bool, *, has_heads: bool = True) -> None:
+    """Checks queries, keys and values [*batch, heads, length, head_dim], by their names.
+
+    Args:
+        arrays: the three by name.
+        enable_gqa: whether there may be fewer heads of keys.
+        has_heads: whether there is an axis of heads at all.
+
+    Raises:
+        TypeError: no arrays.
+        ValueError: they do not fit together, or heads differ without `enable_gqa`.
+    """
+    shapes = [tuple(validate.as_array(name, x).shape) for name, x in arrays.items()]
+    told = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
+    query, key, value = arrays
+    layout = f"the layout is [*batch, {'heads, ' * has_heads}length, head_dim]"
+    if min(map(len, shapes)) < 3 or len({len(shape) for shape in shapes}) > 1:
         raise ValueError(
-            f"query has {heads} heads and key {kv_heads}: pass enable_gqa=True, or check the "
-            "layout, [batch, heads, length, head_dim]"
+            f"{query}, {key} and {value} must have the same rank, at least 3, got {told}: {layout}"
+        )
+    q, k, v = shapes if has_heads else [(*x[:-2], 1, *x[-2:]) for x in shapes]
+    if not q[:-3] == k[:-3] == v[:-3]:
+        raise ValueError(
+            f"the batch dimensions differ ({told}): repeat the smaller with jnp.broadcast_to; "
+            f"{layout}"
+        )
+    if k[-3:-1] != v[-3:-1]:
+        raise ValueError(
+            f"{key} and {value} differ in heads or length ({told}): each key needs its value; "
+            f"{layout}"
+        )
+    if q[-1] != k[-1]:
+        raise ValueError(
+            f"{query} and {key} differ in head_dim ({told}): it must be the same; {layout}"
+        )
+    if q[-3] != k[-3] and not enable_gqa:
+        raise ValueError(
+            f"{query} has {q[-3]} heads and {key} {k[-3]}: pass enable_gqa=True, or check that "
+            f"{layout}"
+        )
+    if k[-3] == 0 or q[-3] % k[-3]:
+        raise ValueError(
+            f"{query} has {q[-3]} heads and {key} {k[-3]}: the first must be a multiple of the "
+            f"second; {layout}"
         )

@@ -11,25 +11,60 @@ from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..api import flash_attention, flash_attention_with_lse
 from ..cache import KVCache, append_kv, check_fits, gather_pages
 from ..core.decode import PAGE_SIZES, STEP_TOKENS
 from ..core.rope import wide_dtype
 from ..decode import flash_decode
-from ..frontend.arguments import as_int32, check_room
+from ..frontend import validate
+from ..frontend.arguments import as_int32, check_room, is_known, known
+from ..frontend.arguments import dropout_rate as checked_rate
+from ..frontend.validate import suggested
+from ..frontend.words import Words
 from ..typing import AnyArray, Array, Float, Int, Integer
 from ..varlen import flash_attention_varlen
 from ._refusal import refuse
 
 Window = tuple[int | None, int | None]
 
+NAMES = {
+    "dropout_rate": "dropout_p",
+    "scale": "softmax_scale",
+    "window": "window_size",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "None is no cap": "0.0 is no cap",
+    "for a batch call flash_attention": "for a batch call flash_attn_func",
+}
+WORDS = Words(NAMES)
+# Of a cache that is read: k and v are what is new.
+CACHE_WORDS = Words(
+    NAMES
+    | {
+        "k": "k_cache",
+        "v": "v_cache",
+        "page_table": "block_table",
+        "kv_lengths": "cache_seqlens",
+        "kv_starts": "cache_leftpad",
+        "'auto'": "0",
+    }
+)
+APPEND_WORDS = Words(
+    {
+        "cache.k": "k_cache",
+        "cache.v": "v_cache",
+        "cache.lengths": "cache_seqlens",
+        "page_table": "block_table",
+    }
+)
 NO_PROBABILITIES = (
     "the weights are never in memory. For the log-sum-exp call flash_pallas."
     "flash_attention_with_lse, or flash_pallas.reference.attention for small tests"
 )
 
 
+@suggested
 def flash_attn_func(
     q: Float[AnyArray, "B T N H"],
     k: Float[AnyArray, "B S K H"],
@@ -81,11 +116,12 @@ def flash_attn_func(
     """
     refuse("return_attn_probs", return_attn_probs, False, NO_PROBABILITIES)
     scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
-    options = {"dropout_rate": dropout_p, "dropout_seed": dropout_seed} if dropout_p else {}
-    offset = jnp.shape(k)[1] - jnp.shape(q)[1] if jnp.ndim(q) == jnp.ndim(k) == 4 else 0
-    return flash_attention(
-        q, k, v, q_offset=offset, deterministic=deterministic, **scores.options(), **options
-    )
+    _check_ranks(q=q, k=k, v=v)
+    offset = jnp.shape(k)[1] - jnp.shape(q)[1]
+    options = {"q_offset": offset, "deterministic": deterministic, **scores.options()}
+    with WORDS:
+        options |= _dropout(dropout_p, dropout_seed)
+        return flash_attention(q, k, v, **options)
 
 
 class _FlashAttnOptions(TypedDict, total=False):
@@ -127,7 +163,8 @@ def flash_attn_qkvpacked_func(
         (2, 16, 4, 64)
     """
     q, k, v = _unpacked("qkv", qkv, 3)
-    return flash_attn_func(q, k, v, *args, **cast(Any, options))
+    with Words(dict.fromkeys("qkv", "qkv")):
+        return flash_attn_func(q, k, v, *args, **cast(Any, options))
 
 
 def flash_attn_kvpacked_func(
@@ -159,9 +196,11 @@ def flash_attn_kvpacked_func(
         (2, 3, 4, 64)
     """
     k, v = _unpacked("kv", kv, 2)
-    return flash_attn_func(q, k, v, *args, **cast(Any, options))
+    with Words(dict.fromkeys("kv", "kv")):
+        return flash_attn_func(q, k, v, *args, **cast(Any, options))
 
 
+@suggested
 def flash_attn_varlen_func(
     q: Float[AnyArray, "total_q N H"],
     k: Float[AnyArray, "total_k K H"],
@@ -189,8 +228,9 @@ def flash_attn_varlen_func(
 
     Args:
         q: queries [total_q, N, H] of all sequences, one after the other.
-        k: keys [total_k, K, H]; N is a multiple of K.
-        v: values [total_k, K, Hv].
+        k: keys [total_k, K, H]; N is a multiple of K. With `block_table` pages of them
+            [num_pages, page_size, K, H].
+        v: values [total_k, K, Hv], or pages [num_pages, page_size, K, Hv].
         cu_seqlens_q: integers [documents + 1], where each sequence of queries begins, and the end.
             May be traced.
         cu_seqlens_k: the same for keys.
@@ -204,7 +244,8 @@ def flash_attn_varlen_func(
         alibi_slopes: [N]; one for each sequence is refused.
         deterministic: gradients must be bit-identical from run to run.
         return_attn_probs: refused.
-        block_table: refused; `gather_pages` makes arrays of pages.
+        block_table: integers [documents, max_pages]: pages of each sequence, which are copied into
+            packed arrays.
         dropout_seed: as in `flash_attn_func`.
 
     Returns:
@@ -223,27 +264,26 @@ def flash_attn_varlen_func(
         (7, 4, 64)
     """
     refuse("return_attn_probs", return_attn_probs, False, NO_PROBABILITIES)
-    refuse("block_table", block_table, None, "gather the pages with flash_pallas.gather_pages")
     if alibi_slopes is not None and jnp.ndim(alibi_slopes) != 1:
         raise ValueError(
             f"alibi_slopes has shape {jnp.shape(alibi_slopes)}: it must be [heads]; for slopes of "
             "each sequence pad the sequences and call flash_attn_func"
         )
     scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
-    options: dict[str, Any] = {}
-    if dropout_p:
-        options = {"dropout_rate": dropout_p, "dropout_seed": dropout_seed}
-    found: Any = flash_attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_k,
-        alignment="end",
-        deterministic=deterministic,
-        **scores.options(),
-        **options,
-    )
+    if block_table is not None:
+        k, v = _packed((k, v), block_table, cu_seqlens_k)
+    options: dict[str, Any] = {"deterministic": deterministic, **scores.options()}
+    with WORDS:
+        options |= _dropout(dropout_p, dropout_seed)
+        found: Any = flash_attention_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_k,
+            alignment="end",
+            **options,
+        )
     return found
 
 
@@ -332,6 +372,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool,
     **options: Unpack[_KVCacheOptions],
 ) -> Any: ...
+@suggested
 def flash_attn_with_kvcache(
     q: Float[AnyArray, "B T N H"],
     k_cache: Float[AnyArray, "rows S K H"],
@@ -411,6 +452,7 @@ def flash_attn_with_kvcache(
         >>> print(o.shape, k_cache[0, 7, 0, 0])
         (2, 1, 4, 64) 1.0
     """
+    _check_ranks(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     _check_together((k, v), cache_seqlens, block_table, cache_batch_idx)
     scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
     rows = _Rows(cache_batch_idx, block_table)
@@ -430,8 +472,10 @@ def flash_attn_with_kvcache(
         k = rotation(k, lengths[:, None] + jnp.arange(jnp.shape(k)[1], dtype=jnp.int32)[None])
     cache = KVCache(rows.read(k_cache), rows.read(v_cache), lengths)
     if k is not None and v is not None:
-        cache = append_kv(cache, k, v, page_table=block_table)
-    out = _attend_to_cache(q, cache, scores, _Reading(block_table, cache_leftpad, num_splits))
+        with APPEND_WORDS:
+            cache = append_kv(cache, k, v, page_table=block_table)
+    with CACHE_WORDS:
+        out = _attend_to_cache(q, cache, scores, _Reading(block_table, cache_leftpad, num_splits))
     out = out if return_softmax_lse else out[:1]
     if k is not None:
         out = (*out, rows.written(k_cache, cache.k), rows.written(v_cache, cache.v))
@@ -606,6 +650,62 @@ def _attend_to_cache(q, cache: Any, scores: _Scores, reading: _Reading):
     )
 
 
+def _dropout(dropout_p, dropout_seed) -> dict[str, Any]:
+    """Returns the arguments of `flash_attention` for dropout, none where nothing is dropped."""
+    if not checked_rate(dropout_p):
+        return {}
+    return {"dropout_rate": dropout_p, "dropout_seed": dropout_seed}
+
+
+def _check_ranks(**arrays) -> None:
+    """Checks that arrays, by name, are [batch, length, heads, head_dim]; None is left out."""
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        pages = ", or with block_table [num_pages, page_size, heads, head_dim]"
+        pages = pages if name.endswith("_cache") else ""
+        if len(shape := tuple(validate.as_array(name, x).shape)) != 4:
+            raise ValueError(
+                f"{name} has shape {shape}: it must be [batch, length, heads, head_dim]{pages}"
+            )
+
+
+def _packed(pages, block_table, cu_seqlens_k):
+    """Returns the keys and values of all sequences one after the other, copied from pages.
+
+    They have as many rows as the sequences have keys, where that is known, else as the table has
+    room for.
+    """
+    for name, x in zip("kv", pages, strict=True):
+        if len(shape := tuple(validate.as_array(name, x).shape)) != 4:
+            raise ValueError(
+                f"{name} has shape {shape}: with block_table it must be [num_pages, page_size, "
+                "heads, head_dim]"
+            )
+    table, ends = as_int32("block_table", block_table), as_int32("cu_seqlens_k", cu_seqlens_k)
+    if table.ndim != 2 or ends.shape != (len(table) + 1,):
+        raise ValueError(
+            f"block_table has shape {table.shape} and cu_seqlens_k {ends.shape}: they must be "
+            "[sequences, max_pages] and [sequences + 1]"
+        )
+    size = jnp.shape(pages[0])[1]
+    room = table.shape[1] * size
+    if is_known(ends):
+        rows = int(known(ends)[-1])
+        if (longest := np.diff(known(ends)).max()) > room:
+            raise ValueError(
+                f"cu_seqlens_k has a sequence of {longest} keys: block_table has room for {room} "
+                f"in pages of {size}; give it more columns"
+            )
+    else:
+        rows = len(table) * room
+    row = jnp.arange(rows, dtype=jnp.int32)
+    sequence = jnp.clip(jnp.searchsorted(ends, row, side="right") - 1, 0, len(table) - 1)
+    place = jnp.clip(row - ends[sequence], 0, room - 1)
+    page = table[sequence, place // size]
+    return tuple(jnp.asarray(x)[page, place % size] for x in pages)
+
+
 def _check_together(new, cache_seqlens, block_table, cache_batch_idx):
     """Raises ValueError for arguments that exclude one another, or of which one is missing."""
     missing = [x is None for x in new]
@@ -659,6 +759,11 @@ def _window(window_size) -> Window:
         )
     if any(isinstance(side, jax.core.Tracer) for side in window_size):
         raise TypeError("window_size is traced, but it must be static: list it in static_argnames")
+    if any(isinstance(side, (float, str)) for side in window_size):
+        raise TypeError(
+            f"window_size is {window_size!r}: it must be (left, right), ints, where -1 or None is "
+            "unbounded"
+        )
     left, right = (None if side is None or side < 0 else side for side in window_size)
     return left, right
 

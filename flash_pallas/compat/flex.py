@@ -8,16 +8,44 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..api import flash_attention, flash_attention_with_lse, flash_attention_with_max_logit
-from ..core import mods
+from ..frontend import arguments as checks
+from ..frontend.validate import suggested
+from ..frontend.words import LONG_NAMES, Words
 from ..typing import AnyArray, Array, Bool, Float, MaskMod, ScoreMod
 from ._band import ANY, Band, band_of
-from ._refusal import check_heads, refuse
+from ._refusal import check_heads_first, refuse
+
+DENSE = "pass dense=True, which evaluates the mask into an array of Q_LEN x KV_LEN bytes"
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "score, b, n, i, j": "score, b, h, q_idx, kv_idx",
+        "b, n, i, j": "b, h, q_idx, kv_idx",
+        "the score, i or j": "the score, q_idx or kv_idx",
+        "i or j": "q_idx or kv_idx",
+        "i and j": "q_idx and kv_idx",
+        "b and n": "b and h",
+        "b and i": "b and q_idx",
+        "b and j": "b and kv_idx",
+        "j <= i": "kv_idx <= q_idx",
+        "by i, the query": "by q_idx",
+        "by j, the key": "by kv_idx",
+        "by n": "by h",
+        # The argument of this name here takes an array of the other layout.
+        "pass what depends on positions as bias= or mask=": "pass what hides keys as block_mask, "
+        "and what is added to scores as bias= of flash_pallas.flash_attention",
+        "pass what depends on i and j together as mask=": DENSE,
+        "pass what depends on all as mask=": DENSE,
+    }
+)
 
 
 class AuxRequest(NamedTuple):
@@ -74,15 +102,27 @@ def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Array:
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Returns a mask_mod that sees what all of these see (torch 2.13)."""
-    return lambda *where: functools.reduce(jnp.logical_and, (f(*where) for f in mask_mods))
+    """Returns a mask_mod that sees what all of these see, of none all keys (torch 2.13)."""
+    return _joined(jnp.logical_and, mask_mods or (noop_mask,))
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Returns a mask_mod that sees what any of these sees (torch 2.13)."""
-    return lambda *where: functools.reduce(jnp.logical_or, (f(*where) for f in mask_mods))
+    """Returns a mask_mod that sees what any of these sees, of none no key (torch 2.13)."""
+    return _joined(jnp.logical_or, mask_mods or (lambda *where: jnp.bool_(False),))
 
 
+def _joined(join: Callable, mask_mods: tuple[Callable, ...]) -> Callable:
+    """Returns the mask_mod of one or several that are joined."""
+    for number, each in enumerate(mask_mods):
+        if not callable(each):
+            raise TypeError(
+                f"mask_mods[{number}] is {each!r}: each must be a mask_mod (b, h, q_idx, kv_idx); "
+                "those of a list are passed as and_masks(*masks)"
+            )
+    return lambda *where: functools.reduce(join, (f(*where) for f in mask_mods))
+
+
+@suggested
 def create_mask(
     mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int
 ) -> Bool[Array, "B H Q_LEN KV_LEN"]:
@@ -107,10 +147,26 @@ def create_mask(
     mapped = mask_mod
     for axis in (3, 2, 1, 0):
         mapped = jax.vmap(mapped, tuple(0 if i == axis else None for i in range(4)))
-    sizes = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN)
+    sizes = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     return mapped(*(jnp.arange(size, dtype=jnp.int32) for size in sizes))
 
 
+def _sizes(**sizes) -> tuple[int, int, int, int]:
+    """Returns (B, H, Q_LEN, KV_LEN), 1 for None."""
+    for name, size in sizes.items():
+        optional = name in ("B", "H")
+        if optional and size is None:
+            sizes[name] = 1
+        elif isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(
+                f"{name} is {size!r}: it must be a positive int{', or None for any' * optional}; "
+                "the order is mask_mod, B, H, Q_LEN, KV_LEN"
+            )
+    b, h, q_len, kv_len = map(int, sizes.values())
+    return b, h, q_len, kv_len
+
+
+@suggested
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -130,21 +186,23 @@ def create_block_mask(
     `flash_pallas.BlockMask`, which `flash_pallas.flash_attention` takes, skips their empty blocks.
 
     Args:
-        mask_mod: (b, h, q_idx, kv_idx) -> bool, elementwise JAX on scalars. It may capture arrays
-            that are indexed by b and h.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, elementwise JAX on scalars. It may capture arrays:
+            those of integers and bools, such as ids of documents, indexed by b and q_idx or by b
+            and kv_idx; others by b and h.
         B: number of batch entries, None is all the same.
         H: number of query heads, None is all the same.
         Q_LEN: number of queries.
         KV_LEN: number of keys.
         device: refused: JAX has no device here.
         BLOCK_SIZE: refused unless it is the default: tiles are chosen for the GPU.
-        dense: evaluate the mask here, into B * H * Q_LEN * KV_LEN bytes; then it may index arrays
-            by positions. For packed documents, segment ids of `flash_attention` need no such array.
+        dense: evaluate the mask here, into B * H * Q_LEN * KV_LEN bytes; then it may index any
+            array by anything.
 
     Returns:
         A `BlockMask`.
 
     Raises:
+        TypeError: a mask_mod of other arguments, or that does not return one bool.
         ValueError: an argument that is refused, or a mask_mod that is not elementwise.
 
     Example:
@@ -155,17 +213,20 @@ def create_block_mask(
     """
     refuse("device", device, None, "leave it out, the mask runs where the arrays lie")
     refuse("BLOCK_SIZE", BLOCK_SIZE, 128, "leave it out, or pass blocks= to flash_attention")
-    shape = (1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN)
+    shape = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     if dense:
         return BlockMask(mask_mod, shape, ANY, create_mask(mask_mod, *shape))
+    positions = lambda: [jnp.arange(n, dtype=jnp.int32)[None] for n in (Q_LEN, KV_LEN)]
+    sizes = checks.Sizes(shape[:1], Q_LEN, KV_LEN, shape[1], shape[1], jnp.float32)
     try:
-        mods.trace(mask_mod, *shape[:2])
-    except mods.NotElementwise as error:
-        raise ValueError(
-            f"mask_mod cannot run inside the kernel: {error}. For packed documents call "
-            "flash_attention with q_segment_ids and kv_segment_ids; or pass dense=True, which "
-            f"makes an array of {Q_LEN} x {KV_LEN} bytes for each entry of B and H"
-        ) from error
+        with WORDS:
+            if (traced := checks.mod("mask_mod", mask_mod, sizes, positions)) is None:
+                raise TypeError("mask_mod is None: pass noop_mask, or block_mask=None")
+            checks.marks(traced)
+    except ValueError as error:
+        if error.__cause__ is not None or DENSE in str(error):
+            raise  # JAX's own refusal would be the same
+        raise ValueError(f"{error}; or {DENSE}") from None
     return BlockMask(mask_mod, shape, band_of(mask_mod))
 
 
@@ -225,6 +286,7 @@ def flex_attention(
     kernel_options: None = None,
     return_aux: AuxRequest | None = None,
 ) -> Any: ...
+@suggested
 def flex_attention(
     query: Float[AnyArray, "B N T E"],
     key: Float[AnyArray, "B K S E"],
@@ -278,16 +340,21 @@ def flex_attention(
         raise ValueError(
             "return_lse and return_aux are both given: pass return_aux=AuxRequest(lse=True)"
         )
+    check_heads_first({"query": query, "key": key, "value": value}, enable_gqa)
+    if jnp.ndim(query) != 4:
+        raise ValueError(
+            f"query has shape {jnp.shape(query)}: it must be [batch, heads, length, head_dim]"
+        )
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    check_heads(q, k, enable_gqa)
     options = {"score_mod": score_mod, "scale": scale, "q_offset": 0, **_masking(block_mask, q, k)}
     wanted = return_aux or AuxRequest(lse=return_lse)
-    if wanted.max_scores:
-        o, *aux = flash_attention_with_max_logit(q, k, v, **options)
-    elif wanted.lse:
-        o, *aux = (*flash_attention_with_lse(q, k, v, **options), None)
-    else:
-        o, aux = flash_attention(q, k, v, **options), (None, None)
+    with WORDS:
+        if wanted.max_scores:
+            o, *aux = flash_attention_with_max_logit(q, k, v, **options)
+        elif wanted.lse:
+            o, *aux = (*flash_attention_with_lse(q, k, v, **options), None)
+        else:
+            o, aux = flash_attention(q, k, v, **options), (None, None)
     o = jnp.swapaxes(o, 1, 2)
     if return_aux is not None:
         return o, AuxOutput(*(x if asked else None for x, asked in zip(aux, wanted, strict=True)))
@@ -299,10 +366,11 @@ def _masking(block_mask: BlockMask | None, q, k) -> dict[str, Any]:
     if block_mask is None:
         return {}
     if not isinstance(block_mask, BlockMask):
+        kind = type(block_mask)
+        given = "an array" if checks.is_array(block_mask) else f"{kind.__module__}.{kind.__name__}"
         raise TypeError(
-            f"block_mask must come from create_block_mask, got {type(block_mask).__module__}."
-            f"{type(block_mask).__name__}; flash_pallas.flash_attention takes a flash_pallas."
-            "BlockMask"
+            f"block_mask must come from create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN), got "
+            f"{given}; flash_pallas.flash_attention takes a flash_pallas.BlockMask"
         )
     sizes = (jnp.shape(q)[0], jnp.shape(q)[2], jnp.shape(q)[1], jnp.shape(k)[1])
     broadcast = [made in (size, 1) for made, size in zip(block_mask.shape[:2], sizes, strict=False)]

@@ -15,12 +15,29 @@ import jax.numpy as jnp
 from ..core import mesh_axes, softmax
 from ..core.decode import QUANTISED
 from ..frontend import validate
+from ..frontend.arguments import valid_scale
+from ..frontend.validate import suggested
 from ..frontend.validate_ragged import RaggedArguments
+from ..frontend.words import Words
 from ..ragged import attended, prepared
 from ..typing import AnyArray, Array, Float, Int
 from ._refusal import refuse
 
+WORDS = Words(
+    {
+        "k_pages": "kv_pages",
+        "v_pages": "kv_pages",
+        "kv_lengths": "kv_lens",
+        "page_table": "page_indices",
+        "scale": "sm_scale",
+        "softcap": "soft_cap",
+        "k": "kv_pages",
+        "window": "sliding_window",
+    }
+)
 
+
+@suggested
 def ragged_paged_attention(
     q: Float[AnyArray, "tokens N H"],
     kv_pages: Float[AnyArray, "P page_size 2*K H"],
@@ -85,6 +102,13 @@ def ragged_paged_attention(
     refuse("num_kv_pages_per_block", num_kv_pages_per_block, None, no_tiles)
     refuse("num_queries_per_block", num_queries_per_block, None, no_tiles)
     refuse("vmem_limit_bytes", vmem_limit_bytes, None, "leave it out, there is no VMEM")
+    with WORDS:
+        factor = valid_scale(sm_scale, 1)
+    if (shape := validate.as_array("q", q).shape)[3:] or len(shape) < 3:
+        raise ValueError(
+            f"q has shape {shape}: it must be [tokens, heads, head_dim], the queries of all "
+            "sequences one after the other"
+        )
     pages = _side_by_side(validate.as_array("kv_pages", kv_pages))
     scales, after = _scales(pages, k_scale, v_scale)
     arguments = RaggedArguments(
@@ -92,14 +116,15 @@ def ragged_paged_attention(
         page_table=page_indices,
         cu_q_lens=cu_q_lens,
         num_seqs=num_seqs,
-        scale=sm_scale * scales.pop("factor"),
+        scale=factor * scales.pop("factor"),
         window=_window(sliding_window),
         softcap=soft_cap,
         v_head_dim=pages.shape[-1] // 2,
         v_first=pages.shape[-1] // 2,
         **scales,
     )
-    o, _ = attended(*prepared(q, pages, None, arguments, "auto"))
+    with WORDS:
+        o, _ = attended(*prepared(q, pages, None, arguments, "auto"))
     return o if after == 1.0 else (o.astype(softmax.sum_dtype(o.dtype)) * after).astype(o.dtype)
 
 

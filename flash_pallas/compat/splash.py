@@ -18,9 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..api import flash_attention_with_lse
+from ..frontend import validate
+from ..frontend.validate import suggested
+from ..frontend.words import Words
 from ..typing import AnyArray, Array, Float, Int
 from ._band import Band
-from ._refusal import refuse
+from ._refusal import check_heads_first, refuse
+
+WORDS = Words(
+    {
+        "q_segment_ids": "segment_ids.q",
+        "kv_segment_ids": "segment_ids.kv",
+        "softcap": "attn_logits_soft_cap",
+    }
+)
 
 
 class SegmentIds(NamedTuple):
@@ -44,6 +55,12 @@ class Mask:
     """
 
     shape: tuple[int, int]
+
+    def __post_init__(self):
+        if not isinstance(self.shape, (tuple, list)) or len(self.shape) != 2:
+            raise TypeError(
+                f"shape is {self.shape!r}: it must be (number of queries, number of keys)"
+            )
 
     def __and__(self, other: Mask) -> Mask:
         return LogicalAnd(self, other)
@@ -86,6 +103,14 @@ class LocalMask(Mask):
 
     window_size: tuple[int | None, int | None]
     offset: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.window_size, (tuple, list)) or len(self.window_size) != 2:
+            raise TypeError(
+                f"window_size is {self.window_size!r}: it must be (left, right), where None is "
+                "unbounded"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +256,13 @@ class SplashAttentionKernel[Result]:
         Raises:
             ValueError: arrays of other lengths or heads than the mask's.
         """
+        shapes = [validate.as_array(*x).shape for x in (("q", q), ("k", k), ("v", v))]
+        if list(map(len, shapes)) != ([3, 2, 2] if self.is_mqa else [3, 3, 3]):
+            of_keys = "[keys, head_dim]" if self.is_mqa else "[kv_heads, keys, head_dim]"
+            raise ValueError(
+                f"q, k and v have shapes {shapes}: q must be [heads, queries, head_dim], k and v "
+                f"{of_keys}; map over a batch with jax.vmap(kernel)"
+            )
         if self.is_mqa:
             k, v = k[None], v[None]
         found = (*jnp.shape(q)[:1], *jnp.shape(q)[-2:-1], *jnp.shape(k)[-2:-1])
@@ -241,14 +273,21 @@ class SplashAttentionKernel[Result]:
             )
         ids = {}
         if segment_ids is not None:
+            if not (hasattr(segment_ids, "q") and hasattr(segment_ids, "kv")):
+                raise TypeError(
+                    f"segment_ids is a {type(segment_ids).__name__}: pass SegmentIds(q=ids, "
+                    "kv=ids), with integers [queries] and [keys]"
+                )
             ids = {"q_segment_ids": segment_ids.q, "kv_segment_ids": segment_ids.kv}
-        o, lse = flash_attention_with_lse(
-            *(jnp.swapaxes(x, -3, -2) for x in (q, k, v)),
-            scale=1.0,
-            sinks=sinks,
-            **ids,
-            **self.options,
-        )
+        check_heads_first({"q": q, "k": k, "v": v}, enable_gqa=True)
+        with WORDS:
+            o, lse = flash_attention_with_lse(
+                *(jnp.swapaxes(x, -3, -2) for x in (q, k, v)),
+                scale=1.0,
+                sinks=sinks,
+                **ids,
+                **self.options,
+            )
         o = jnp.swapaxes(o, -3, -2)
         result: Any = (o, (lse,)) if self.save_residuals else o
         return result
@@ -295,6 +334,7 @@ def make_splash_mha(
     save_residuals: bool,
     **options: Unpack[_SplashOptions],
 ) -> SplashAttentionKernel[Array] | SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
+@suggested
 def make_splash_mha(
     mask: Any,
     *,

@@ -8,8 +8,21 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend import arguments as checks
+from ..frontend.validate import as_array, suggested
+from ..frontend.words import LONG_NAMES, Words
 from ..typing import AnyArray, Array, Bool, Float, Integer
-from ._refusal import check_heads
+from ._refusal import check_heads_first
+
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "causal": "is_causal",
+        "mask": "attn_mask",
+        "bias": "attn_mask",
+        "dropout_rate": "dropout_p",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +80,7 @@ def causal_lower_right(q_len: int, kv_len: int) -> CausalBias:
     return CausalBias(q_len, kv_len, kv_len - q_len)
 
 
+@suggested
 def scaled_dot_product_attention(
     query: Float[AnyArray, "*B N T E"],
     key: Float[AnyArray, "*B K S E"],
@@ -118,18 +132,21 @@ def scaled_dot_product_attention(
             "attn_mask is given and is_causal is True, which PyTorch's documentation excludes: put "
             "the causal mask into attn_mask, or call flash_attention(causal=True, mask=...)"
         )
-    without_heads = jnp.ndim(query) == 3
+    named = {"query": query, "key": key, "value": value}
+    without_heads = {as_array(name, x).ndim for name, x in named.items()} == {3}
+    check_heads_first(named, enable_gqa, has_heads=not without_heads)
     arrays = [_sequence_first(x, without_heads) for x in (query, key, value)]
-    check_heads(arrays[0], arrays[1], enable_gqa)
     options: dict[str, Any] = {"causal": is_causal, "q_offset": 0, "scale": scale}
     if isinstance(attn_mask, CausalBias):
         options |= _of_bias(attn_mask, *arrays[:2])
     elif attn_mask is not None:
-        name = "mask" if jnp.asarray(attn_mask).dtype == jnp.bool_ else "bias"
+        full = (*jnp.shape(query)[:-1], jnp.shape(key)[-2])
+        name = _kind_of_mask(attn_mask, full)
         options[name] = _of_rank(attn_mask, jnp.ndim(arrays[0]), without_heads)
-    if dropout_p:
-        options |= {"dropout_rate": dropout_p, "dropout_seed": dropout_seed}
-    o = flash_attention(*arrays, **options)
+    with WORDS:
+        if checks.dropout_rate(dropout_p):
+            options |= {"dropout_rate": dropout_p, "dropout_seed": dropout_seed}
+        o = flash_attention(*arrays, **options)
     return o[..., 0, :] if without_heads else jnp.swapaxes(o, -3, -2)
 
 
@@ -138,6 +155,30 @@ def _sequence_first(x, without_heads: bool):
     if without_heads:
         return x[..., None, :]
     return jnp.swapaxes(x, -3, -2) if jnp.ndim(x) > 2 else x
+
+
+def _kind_of_mask(attn_mask, full: tuple[int, ...]) -> str:
+    """Checks a mask for scores [*batch, heads, length, kv_length]; returns "mask" or "bias"."""
+    if not checks.is_array(attn_mask):
+        raise TypeError(
+            f"attn_mask must be an array, got {type(attn_mask).__name__}: {attn_mask!r}; make one "
+            "by jnp.array(...), or pass causal_lower_right(q_len, kv_len)"
+        )
+    shape, dtype = jnp.shape(attn_mask), jnp.result_type(attn_mask)
+    if dtype != jnp.bool_ and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"attn_mask has dtype {dtype}: it must be bool (True is visible), or floats, which are "
+            "added to the scores; cast a mask of 0 and 1 with attn_mask.astype(bool)"
+        )
+    room = full[len(full) - len(shape) :]
+    fits = len(shape) <= len(full) and all(a in (1, b) for a, b in zip(shape, room, strict=True))
+    if not fits:
+        hint = checks.missing_axes("attn_mask", shape, full) if len(full) > 3 else ""
+        raise ValueError(
+            f"attn_mask has shape {shape}: it must broadcast to [*batch, heads, length, kv_length],"
+            f" {full}{hint}"
+        )
+    return "mask" if dtype == jnp.bool_ else "bias"
 
 
 def _of_rank(attn_mask, rank: int, without_heads: bool):

@@ -111,7 +111,9 @@ class BlockMask:
             places = lambda: [jnp.arange(n, dtype=jnp.int32)[None] for n in sizes[:2]]
             traced = mods.trace(mask_mod, batch, heads, positions=places)
         except mods.NotElementwise as error:
-            raise ValueError(f"mask_mod cannot be traced into a kernel: {error}") from None
+            raise ValueError(
+                f"mask_mod cannot be traced into a kernel: {error}"
+            ) from error.__cause__
         lists = _lists_of_mod((batch, heads), sizes, traced)
         return cls(lists, traced, None, *sizes, "mask_mod")
 
@@ -195,7 +197,9 @@ class BlockMask:
         """
         if not hasattr(mask, "dtype") or mask.dtype != jnp.bool_:
             raise TypeError(
-                f"mask must be an array of bool, got {getattr(mask, 'dtype', type(mask))}"
+                "mask must be an array of bool, got "
+                f"{getattr(mask, 'dtype', type(mask).__name__)}: convert it with jnp.array(mask, "
+                "bool)"
             )
         if mask.ndim != 4:
             raise ValueError(f"mask has shape {mask.shape}: it must be [B or 1, N or 1, T, S]")

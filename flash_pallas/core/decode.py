@@ -260,6 +260,16 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
     )
 
 
+def of_nothing(operands: DecodeOperands, spec: DecodeSpec) -> tuple[Any, Any]:
+    """Returns (o, lse) of no sequences, or of a cache without room: rows that see no key."""
+    p = describe(operands, spec)
+    rows = p.batch, p.q_heads, p.q_len
+    o = jnp.zeros((p.batch, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
+    if operands.sinks is not None:
+        return o, jnp.broadcast_to(operands.sinks[..., None], rows)
+    return o, jnp.full(rows, -jnp.inf, jnp.float64 if p.dtype == jnp.float64 else jnp.float32)
+
+
 class DraftArrays(NamedTuple):
     """Arrays that kernels read for `draft_mask`; None without one."""
 

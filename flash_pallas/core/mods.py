@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -106,17 +107,18 @@ def trace(
 
     Raises:
         NotElementwise: the part that depends on score, i or j is not elementwise arithmetic.
-        TypeError: the result is not one float (score_mod) or one bool (mask_mod).
+        TypeError: the function takes other arguments, or its result is not one float (score_mod) or
+            one bool (mask_mod).
     """
     index = jax.ShapeDtypeStruct((), jnp.int32)
     leading = () if score_dtype is None else (jax.ShapeDtypeStruct((), score_dtype),)
-    with _whole_arrays_asked_for():
-        closed = jax.make_jaxpr(function)(*leading, *(index,) * 4)
+    closed = _closed(function, (*leading, *(index,) * 4))
     _check_result(closed, score_dtype)
     tape = Tape()
     arguments = [object() for _ in closed.jaxpr.invars]
     (result,) = tape.inline(closed.jaxpr, closed.consts, arguments)
     *score, b, n, i, j = arguments
+    kind = "score_mod" if score else "mask_mod"
     tiled, known = {*score, i, j}, []
     rest = []
     for equation in tape.equations:
@@ -138,13 +140,14 @@ def trace(
     vectors = []
     if positions is not None:
         vectors, rest = _vectors(rest, (i, j), result, _made_of(n, known))
+    _check_elementwise(rest, kind)
     of_positions = [value for value, _ in vectors]
     needed = [x for x in _needed(rest, result, tiled) if x not in of_positions]
     numbers = [
         jnp.arange(size, dtype=jnp.int32) + start
         for size, start in zip((batch, heads), first, strict=True)
     ]
-    arrays = _evaluate_known(tape, known, needed, (b, n), numbers)
+    arrays = _evaluate_known(tape, known, needed, (b, n), numbers, kind)
     places = positions() if positions is not None and vectors else ()
     found = [
         _evaluate_vector(tape, known, vector, (b, n, (i, j)[vector.side]), numbers[0], places)
@@ -327,6 +330,46 @@ def joined(join: Callable, one: Traced, other: Traced) -> Traced:
     return Traced(Mod(text, used, step, first.vectors + second.vectors), params, vectors)
 
 
+ARGUMENTS = {"score_mod": "score, b, n, i, j", "mask_mod": "b, n, i, j"}
+# What JAX raises where a function wants the value of a traced number, and what to write instead.
+_INSTEAD = {
+    jax.errors.TracerBoolConversionError: "it asks whether a traced value is true, as `if`, `and`, "
+    "`or`, `not`, a < b < c, min and max do: write jnp.where(condition, x, y), &, |, ~, "
+    "(a < b) & (b < c), jnp.minimum and jnp.maximum",
+    jax.errors.TracerArrayConversionError: "it hands a traced value to numpy: write jnp.tanh where "
+    "it has np.tanh, and index jnp.asarray(array) where it indexes a numpy array",
+    jax.errors.TracerIntegerConversionError: "it uses a traced value as a Python integer, as "
+    "list[i] and range(i) do: index jnp.array(list), made outside of the function",
+    jax.errors.ConcretizationTypeError: "it makes a Python number of a traced value, as float(x), "
+    "int(x) and math.exp(x) do: write x.astype(jnp.float32), x.astype(jnp.int32) and jnp.exp(x)",
+}
+
+
+def _closed(function: Callable, arguments: tuple) -> Any:
+    """Returns the jaxpr of a user's function of scalars of these shapes and dtypes."""
+    kind = "mask_mod" if len(arguments) == 4 else "score_mod"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin
+        signature = None
+    if signature is not None:
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise TypeError(
+                f"{kind} takes {signature} and is called as {kind}({ARGUMENTS[kind]}), with the "
+                f"{'score, ' * (kind == 'score_mod')}entry of the batch, query head, position of "
+                f"the query and of the key ({error}): write lambda {ARGUMENTS[kind]}: ..."
+            ) from None
+    with _whole_arrays_asked_for():
+        try:
+            return jax.make_jaxpr(function)(*arguments)
+        except tuple(_INSTEAD) as error:
+            # The first that fits: the last is the base class of some others.
+            told = next(words for each, words in _INSTEAD.items() if isinstance(error, each))
+            raise NotElementwise(told) from error
+
+
 @contextlib.contextmanager
 def _whole_arrays_asked_for():
     """Translates JAX's error about an array that an Explicit mesh axis cuts."""
@@ -342,17 +385,67 @@ def _whole_arrays_asked_for():
 
 
 def _check_result(closed, score_dtype):
-    kind = "score_mod" if score_dtype is not None else "mask_mod"
-    wanted = "one float" if score_dtype is not None else "one bool"
-    outputs = closed.out_avals
-    good = len(outputs) == 1 and outputs[0].shape == ()
-    if good:
-        dtype = outputs[0].dtype
-        good = (
-            jnp.issubdtype(dtype, jnp.floating) if score_dtype is not None else dtype == jnp.bool_
+    outputs = [x.str_short() for x in closed.out_avals]
+    if outputs and len(outputs) == 1 and closed.out_avals[0].shape == ():
+        dtype = closed.out_avals[0].dtype
+        if score_dtype is None and dtype == jnp.bool_:
+            return
+        if score_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            return
+    got = ", ".join(outputs) or "nothing (is a `return` missing?)"
+    if score_dtype is None:
+        raise TypeError(
+            f"mask_mod must return one bool, a scalar, got {got}; True is visible, as of j <= i, "
+            "and what is added to scores belongs into a score_mod"
         )
-    if not good:
-        raise TypeError(f"{kind} must return {wanted}, a scalar, got {outputs}")
+    raise TypeError(
+        f"score_mod must return one float, a scalar, got {got}; pass what says whether a key is "
+        "visible as mask_mod, and index captured arrays by b and n"
+    )
+
+
+# Primitives that look a number up, and such that make vectors of scalars.
+_LOOKUPS = frozenset({"gather", "dynamic_slice"})
+_VECTORS = frozenset({"argmax", "broadcast_in_dim", "concatenate", "reshape", "sort", "stack"})
+
+
+def _indices(kind: str) -> str:
+    """Returns, for a message, by what a mod may index arrays, and the way out."""
+    if kind == "score_mod":
+        return (
+            "captured arrays may be indexed by b and n; pass what depends on positions as bias= or "
+            "mask="
+        )
+    return (
+        "captured arrays may be indexed by b and n, those of integers and bools also by b and i "
+        "or by b and j; pass what depends on i and j together as mask="
+    )
+
+
+def _check_elementwise(equations: list, kind: str) -> None:
+    """Raises NotElementwise for what cannot run inside a tile."""
+    of = "the score, i or j" if kind == "score_mod" else "i or j"
+    names = [primitive.name for primitive, *_ in equations]
+    names = [name for name in names if name not in ELEMENTWISE]
+    # Where there are several, the one that says most about what the function does.
+    for name in sorted(names, key=lambda name: (name not in CONTROL_FLOW, name not in _LOOKUPS)):
+        if name in CONTROL_FLOW:
+            raise NotElementwise(
+                f"it applies {name!r} to {of}, and a tile takes one way for all its scores: "
+                "compute both and choose with jnp.where; jnp.piecewise has such a choice inside"
+            )
+        if name in _LOOKUPS:
+            raise NotElementwise(f"it indexes an array by {of}: {_indices(kind)}")
+        if name in _VECTORS:
+            raise NotElementwise(
+                f"it makes a vector of {of} ({name!r}), as jnp.select, jnp.piecewise, jnp.stack "
+                "and jnp.array([...]) do, and a tile has scalars: nest jnp.where, as in "
+                "jnp.where(a, x, jnp.where(b, y, z))"
+            )
+        raise NotElementwise(
+            f"it applies {name!r} to {of}, which is not elementwise arithmetic on real numbers: "
+            f"make it of jnp functions of each number by itself. And {_indices(kind)}"
+        )
 
 
 def _needed(rest, result, tiled) -> list:
@@ -364,8 +457,8 @@ def _needed(rest, result, tiled) -> list:
     return list(found)
 
 
-def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> Any:
-    """Evaluates the needed values for every batch entry and head, [B, N] each."""
+def _evaluate_known(tape: Tape, known, needed, indices, numbers, kind: str) -> Any:
+    """Evaluates what a `kind` of mod needs for every batch entry and head, [B, N] each."""
     captured = list(tape.constants)
 
     def one(constants, b, n):
@@ -380,9 +473,7 @@ def _evaluate_known(tape: Tape, known, needed, indices, numbers) -> Any:
         for x in found:
             if jnp.shape(x):
                 raise NotElementwise(
-                    f"it uses a whole array of shape {jnp.shape(x)} with the score, i or j: "
-                    "captured arrays may be indexed by b and n only; pass what depends on "
-                    "positions as bias= or mask="
+                    f"it uses a whole array of shape {jnp.shape(x)}: {_indices(kind)}"
                 )
         return [jnp.asarray(x) for x in found]
 
@@ -405,20 +496,8 @@ def _storable(x):
 
 
 def _mod(rest, needed, places, dtypes, vectors=()) -> Mod:
-    """Builds the Mod of the elementwise part; raises NotElementwise if it is not elementwise."""
+    """Builds the Mod of the elementwise part."""
     score, i, j, result = places
-    for primitive, _, _, _ in rest:
-        if primitive.name in CONTROL_FLOW:
-            raise NotElementwise(
-                f"it applies {primitive.name!r} to the score, i or j, and a tile takes one way for "
-                "all its scores: compute both and choose with jnp.where"
-            )
-        if primitive.name not in ELEMENTWISE:
-            raise NotElementwise(
-                f"it applies {primitive.name!r} to the score, i or j, which is not elementwise "
-                "arithmetic on real numbers: captured arrays may be indexed by b and n only; pass "
-                "what depends on positions as bias= or mask="
-            )
 
     def step(tile, params, x):
         values = dict(zip(needed, map(_restore, params, dtypes), strict=True)) | {

@@ -8,6 +8,7 @@ import itertools
 import math
 import operator
 import os
+import reprlib
 import warnings
 from typing import Any
 
@@ -24,6 +25,11 @@ from ..core.mask import Mask
 MAX_OFFSET = 2**30
 # Stands for a sink of +inf, which takes all of the weight: finite in base 2 and divided by a scale.
 LARGEST_SINK = 1e30
+WINDOWS = (
+    "it must be an int, (left, right) or None, how many keys are visible on either side of a "
+    "query; a side is an int, an integer array (one number, or one per batch entry), or None for "
+    "unbounded, as in (128, 0)"
+)
 EMPTY_ROWS = ("zero", "mean")
 
 
@@ -132,10 +138,7 @@ def _window(window) -> tuple[Any, Any]:
         return None, None
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
-        raise ValueError(
-            f"window is {window!r}: it must be an int or (left, right), how many keys are visible "
-            "on either side of a query; None on one side is unbounded"
-        )
+        raise ValueError(f"window is {window!r}: {WINDOWS}")
     return _side(window, sides[0]), _side(window, sides[1])
 
 
@@ -148,7 +151,7 @@ def _side(window, side) -> Any:
     except TypeError:
         size = None
     if size is None or isinstance(side, (bool, np.bool_)):
-        raise TypeError(f"window must be an int or a pair of ints, got {window!r}")
+        raise TypeError(f"window is {window!r}: {WINDOWS}")
     if size < 0:
         raise ValueError(
             f"window is {window!r}: its entries must be at least 0; use None for unbounded, as in "
@@ -178,9 +181,8 @@ def offset(q_offset, sizes: Sizes, causal: bool = False):
     except TypeError:
         found = None
     if found is None or isinstance(q_offset, (bool, np.bool_)):
-        raise TypeError(
-            f"q_offset must be an int or an int32 array of the batch's shape, got {q_offset!r}"
-        )
+        wanted = f"an int, or an integer array of shape {sizes.batch_shape} or ()"
+        raise TypeError(_no_array("q_offset", wanted, q_offset))
     _check_offset(found)
     return found, None
 
@@ -188,6 +190,14 @@ def offset(q_offset, sizes: Sizes, causal: bool = False):
 def _check_offset(found: int):
     if abs(found) > MAX_OFFSET:
         raise ValueError(f"q_offset is {found}: its magnitude must be at most 2**30")
+
+
+def is_unplaced(a: Arguments) -> bool:
+    """Returns True if a call is causal and says nothing of where its queries are."""
+    names = ("q_offset", "q_positions", "kv_positions", "q_lengths", "kv_lengths", "q_segment_ids")
+    right = band(a.causal, a.window)[1]
+    is_causal = isinstance(right, int) and right == 0
+    return is_causal and all(getattr(a, name) is None for name in names)
 
 
 def positions(name: str, value, length: int, sizes: Sizes):
@@ -419,6 +429,16 @@ def _pairwise(name: str, x, sizes: Sizes):
     return mesh_axes.folded(x, 3)
 
 
+def check_broadcasts(name: str, x, full: tuple[int, ...]) -> None:
+    """Raises ValueError unless x, also of fewer axes, broadcasts to scores of this shape."""
+    room = full[len(full) - x.ndim :]
+    if x.ndim > len(full) or any(a not in (1, b) for a, b in zip(x.shape, room, strict=True)):
+        raise ValueError(
+            f"{name} has shape {x.shape}: it must broadcast to [*batch, heads, q_length, "
+            f"kv_length], {full}{missing_axes(name, x.shape, full)}"
+        )
+
+
 def slopes(value, sizes: Sizes):
     """Returns ALiBi slopes, [B, N] in the dtype of scores, or None."""
     return None if value is None else _per_head("alibi_slopes", value, sizes)
@@ -436,7 +456,10 @@ def _per_head(name: str, value, sizes: Sizes):
     shapes = (sizes.q_heads,), (*sizes.batch_shape, sizes.q_heads)
     value = _array(name, value, shapes[0])
     if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {value.dtype}: it must be a float")
+        raise TypeError(
+            f"{name} has dtype {value.dtype}: it must be a float; cast with "
+            f"{name}.astype(jnp.float32)"
+        )
     if value.shape not in shapes:
         raise ValueError(
             f"{name} has shape {value.shape}: it must be one per query head, {shapes[0]}, or one "
@@ -487,7 +510,8 @@ def mod(name: str, function, sizes: Sizes, positions=None) -> mods.Traced | None
         shape, wide = (sizes.batch, sizes.q_heads), sizes.dtype == jnp.float64
         found = mods.trace(function, *shape, dtype, sizes.first, positions, wide)
     except mods.NotElementwise as error:
-        raise ValueError(f"{name} cannot be traced into a kernel: {error}") from None
+        # JAX's own error, if there is one, shows the line of the user's function.
+        raise ValueError(f"{name} cannot be traced into a kernel: {error}") from error.__cause__
     return _of_call(found, sizes)
 
 
@@ -525,10 +549,12 @@ def block_lists(a: Arguments, sizes: Sizes):
     """
     found = a.block_mask
     if not isinstance(found, BlockMask):
+        given = (
+            "an array" if is_array(found) else f"{type(found).__module__}.{type(found).__name__}"
+        )
         raise TypeError(
-            f"block_mask must be a flash_pallas.BlockMask, got {type(found).__module__}."
-            f"{type(found).__name__}: make one by BlockMask.from_mask_mod, from_indices or "
-            "from_dense"
+            f"block_mask must be a flash_pallas.BlockMask, got {given}: make one by "
+            "BlockMask.from_mask_mod, from_indices or from_dense"
         )
     found.check(sizes.q_len, sizes.kv_len, sizes.batch, (sizes.q_heads, sizes.kv_heads))
     given = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}
@@ -587,16 +613,24 @@ def _per_query_head(x, sizes: Sizes):
     return mesh_axes.repeated(x, sizes.q_heads // sizes.kv_heads, axis=1)
 
 
+def _no_array(name: str, wanted: str, x) -> str:
+    """Returns the message for what is no array, with the way out for a list or a number."""
+    way_out = ""
+    if isinstance(x, (list, tuple)):
+        way_out = f"; pass jnp.array({x if len(str(x)) < 60 else '...'})"
+    return f"{name} must be {wanted}, got {type(x).__name__}: {reprlib.repr(x)}{way_out}"
+
+
 def _array(name: str, x, shape):
     if not is_array(x):
-        raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
+        raise TypeError(_no_array(name, f"an array {shape}", x))
     return jnp.asarray(x)
 
 
 def _integers(name: str, x, shape):
     """Converts an array of any integer dtype to int32."""
     if not is_array(x):
-        raise TypeError(f"{name} must be an array {shape}, got {type(x).__name__}: {x!r}")
+        raise TypeError(_no_array(name, f"an array {shape}", x))
     return as_int32(name, x)
 
 
@@ -719,10 +753,7 @@ def as_int32(name: str, value) -> jax.Array:
         _refuse_wide(f"{name} is", value)
         return jnp.asarray(value, jnp.int32)
     if not is_array(value) or isinstance(value, (bool, np.bool_)):
-        raise TypeError(
-            f"{name} must be an integer or an array of integers, got {type(value).__name__}: "
-            f"{value!r}"
-        )
+        raise TypeError(_no_array(name, "an integer or an array of integers", value))
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.integer):

@@ -388,6 +388,19 @@ def tell_of_cost(problem: Problem) -> None:
         )
 
 
+def tell_of_place(problem: Problem) -> None:
+    """Warns once that queries of a call for which `arguments.is_unplaced` holds begin at 0."""
+    q_len, kv_len = problem.q_len, problem.kv_len
+    if 2 <= q_len < kv_len:
+        _log_once(
+            f"q has {q_len} queries, k {kv_len} keys, and causal=True (or window=(.., 0)) without "
+            f"q_offset puts query 0 at position 0, where the last query sees {q_len} keys: pass "
+            f"q_offset={kv_len - q_len} if the last query belongs to the last key, as with a cache "
+            "or in FlashAttention, or q_offset=0 if this is meant, as in jax.nn",
+            logging.WARNING,
+        )
+
+
 @lru_cache(maxsize=256)
 def _log_once(message: str, level: int = logging.INFO):
     _log.log(level, message)

@@ -287,7 +287,7 @@ def as_array(name: str, x):
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic)) or hasattr(x, "__jax_array__")
     if not is_array:
         raise TypeError(
-            f"{name} must be an array, got {type(x).__name__}: convert it with jnp.asarray({name})"
+            f"{name} must be an array, got {type(x).__name__}: convert it with jnp.array({name})"
         )
     # jnp.asarray of a tracer may be an operation, at which debug_nans finds what padding holds.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
@@ -392,7 +392,9 @@ def lengths_of_rank(x, rank: int, room: int) -> Any:
 
     They are clipped to [0, room], as jax.nn takes any integers.
     """
-    if x is None or isinstance(x, bool) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
+    if not isinstance(x, int) and not checks.is_array(x):
+        return x
+    if isinstance(x, bool) or not jnp.issubdtype(jnp.result_type(x), jnp.integer):
         return x
     x = of_rank(x, rank) if np.ndim(x) else x
     return min(max(x, 0), room) if isinstance(x, int) else jnp.clip(x, 0, room)
@@ -439,6 +441,7 @@ _SLIDING = "{} leaves out the query's own key: (sliding_window - 1, 0)"
 _LSE = "flash_attention_with_lse returns the log-sum-exp, float32 [*B, N, T]"
 _NO_WEIGHTS = "the weights never lie in memory, so they cannot be returned"
 _MATMULS = "the kernels have matmuls of their own: leave it out; see precision"
+_CAUSAL = "its queries are always causal: leave it out"
 _PAGES = "flash_decode reads pages of a cache"
 # By a name of another library, where it means another thing there; {} is the name here.
 MEANINGS = {
@@ -472,6 +475,8 @@ MEANINGS = {
 }
 # By a name of another library, what to do without such an argument.
 INSTEAD = {
+    "causal": _CAUSAL,
+    "is_causal": _CAUSAL,
     "cu_seqlens": _PACKED,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
@@ -552,11 +557,20 @@ _OPTIONS = frozenset(field.name for field in dataclasses.fields(Arguments))
 
 
 def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Wraps `function` so that its TypeError for an unknown argument says which one was meant."""
-    names = frozenset(inspect.signature(function).parameters)
+    """Wraps `function` so that TypeErrors for unknown arguments, or too many, say what to do."""
+    parameters = inspect.signature(function).parameters
+    names = frozenset(parameters)
+    by_place = [x.name for x in parameters.values() if x.kind == x.POSITIONAL_OR_KEYWORD]
+    bounded = all(x.kind != x.VAR_POSITIONAL for x in parameters.values())
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if bounded and len(args) > len(by_place):
+            raise TypeError(
+                f"{function.__name__}() takes {len(by_place)} arguments by position, "
+                f"{', '.join(by_place)}, and got {len(args)}: pass the others by name, as in "
+                f"{(sorted(names.difference(by_place)) or by_place)[0]}=..."
+            )
         if not names.issuperset(kwargs):
             raise TypeError(unexpected(function.__name__, kwargs.keys() - names, names))
         return function(*args, **kwargs)

@@ -181,10 +181,10 @@ def _check_shapes(q, k, v, paged: bool):
             "flash_attention(q, k, v, causal=True, q_offset=..., kv_lengths=...)"
         )
     validate.check_sizes(q.shape[1:], k.shape[1:], v.shape[1:])
-    if 0 in (q.shape[0], k.shape[0], k.shape[1]):
+    if paged and not k.shape[0]:
         raise ValueError(
-            f"there is no sequence or no room for a key ({shapes}): sizes must be positive; a "
-            "sequence without keys has kv_lengths of 0"
+            f"k and v have no page ({shapes}): there must be at least one; a sequence without keys "
+            "has kv_lengths of 0"
         )
 
 
@@ -225,7 +225,7 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
             )
         return None, None
     value, heads = as_int32("kv_blocks", a.kv_blocks), (1, k.shape[2])
-    if value.ndim != 3 or len(value) != len(q) or value.shape[1] not in heads or 0 in value.shape:
+    if value.ndim != 3 or len(value) != len(q) or value.shape[1] not in heads or not value.shape[2]:
         raise ValueError(
             f"kv_blocks has shape {value.shape}: it must be [batch, heads, blocks], {len(q)} "
             f"sequences with one row for all KV heads or {k.shape[2]}, and at least one block"

@@ -212,9 +212,6 @@ def _check_shapes(q, k, v):
         )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"the pages differ ({shapes}): all but the head dim must be the same")
-    if 0 in (q.shape[0], k.shape[0]):
-        raise ValueError(
-            f"there is no row of q or no page ({shapes}): sizes must be positive; rows that no "
-            "sequence has are padding"
-        )
+    if not k.shape[0]:
+        raise ValueError(f"there is no page ({shapes}): there must be at least one")
     validate.check_sizes(q.shape, k.shape[1:], v.shape[1:])

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..core.problem import DERIVATIVES
+from ..typing import Differentiable
+
 
 class Client(NamedTuple):
     """A library that this package was tested with.
@@ -104,15 +107,25 @@ class Patch:
 
     Args:
         hooks: called by `install` with its arguments, returns the hooks.
+
+    Attributes:
+        differentiable: what the new attention passes to `flash_attention`.
     """
 
     def __init__(self, hooks: Callable[..., list[Hook]]):
         self._hooks = hooks
+        self.differentiable: Differentiable = "reverse"
         self._put_in: list[tuple[Hook, Any]] = []
 
-    def install(self, *args) -> None:
+    def install(self, *args, differentiable: Differentiable = "reverse") -> None:
         """Puts the hooks in; if they are in already, those of other arguments take their place."""
+        if differentiable not in DERIVATIVES:
+            raise ValueError(
+                f"differentiable is {differentiable!r}: choose 'reverse', or 'any' for forward "
+                "mode and every order, as in flash_attention"
+            )
         self.uninstall()
+        self.differentiable = differentiable
         for hook in self._hooks(*args):
             old = vars(hook.owner)[hook.name]
             self._put_in.append((hook, old))
@@ -128,9 +141,9 @@ class Patch:
             _replace(hook, hook.new, old)
 
     @contextmanager
-    def installed(self, *args) -> Iterator[None]:
+    def installed(self, *args, differentiable: Differentiable = "reverse") -> Iterator[None]:
         """Puts the hooks in for the body of a `with` statement."""
-        self.install(*args)
+        self.install(*args, differentiable=differentiable)
         try:
             yield
         finally:

@@ -14,9 +14,21 @@ from typing import Any
 import jax
 
 from ..api import flash_attention
+from ..frontend.words import Words
+from ..typing import Differentiable
 from ._hooks import Client
 
 _CLIENT = Client("equinox", "equinox", "0.13.8")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        "q": "query",
+        "k": "key_",
+        "v": "value",
+        "dropout_seed": "key",
+        "dropout_rate": "dropout.p",
+    }
+)
 _FIELDS = (
     "query_proj", "key_proj", "value_proj", "output_proj", "dropout", "num_heads", "query_size",
     "key_size", "value_size", "output_size", "qk_size", "vo_size", "use_query_bias",
@@ -25,7 +37,11 @@ _FIELDS = (
 
 
 def to_flash[Model](
-    model: Model, *, causal: bool = False, window: int | tuple[int | None, int | None] | None = None
+    model: Model,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    differentiable: Differentiable = "reverse",
 ) -> Model:
     """Replaces every `equinox.nn.MultiheadAttention` of a model by one on `flash_attention`.
 
@@ -41,6 +57,8 @@ def to_flash[Model](
         model: any pytree, such as a module.
         causal: a query sees no key after its own position, in every layer.
         window: as in `flash_attention`, in every layer: an int, (left, right), or None.
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
 
     Returns:
         The model with other layers. Arrays are shared with the old one.
@@ -59,7 +77,7 @@ def to_flash[Model](
     layer = _layer()
 
     def replaced(x: Any) -> Any:
-        return layer(x, causal, window) if is_layer(x) else x
+        return layer(x, causal, window, differentiable) if is_layer(x) else x
 
     is_layer = lambda x: isinstance(x, _CLIENT.imported("equinox").nn.MultiheadAttention)
     return jax.tree.map(replaced, model, is_leaf=is_layer)
@@ -82,12 +100,14 @@ def _layer() -> Any:
 
         causal: bool = eqx.field(static=True)
         window: Any = eqx.field(static=True)
+        differentiable: str = eqx.field(static=True)
 
-        def __init__(self, layer, causal, window):
+        def __init__(self, layer, causal, window, differentiable):
             for name in _FIELDS:
                 setattr(self, name, getattr(layer, name))
             self.causal = causal
             self.window = window
+            self.differentiable = differentiable
 
         def __call__(self, query, key_, value, mask=None, **options):
             return _attend(self, (query, key_, value), mask, **options)
@@ -95,6 +115,7 @@ def _layer() -> Any:
     return FlashMultiheadAttention
 
 
+@WORDS
 def _attend(
     layer: Any,
     inputs: tuple[Any, Any, Any],
@@ -135,6 +156,7 @@ def _attend(
         q_offset=0,  # as in equinox, where a mask alone says which position a query has
         mask=mask[None] if mask is not None and mask.ndim == 2 else mask,
         empty_rows="mean",
+        differentiable=layer.differentiable,
         **({"dropout_rate": rate, "dropout_seed": key} if rate else {}),
     )
     return jax.vmap(layer.output_proj)(o.reshape(len(o), -1))

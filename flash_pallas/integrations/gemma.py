@@ -16,13 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend.words import Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("gemma", "gemma", "4.0.1")
+# What its layers call the arguments of `flash_attention`.
+WORDS = Words({"softcap": "attn_logits_soft_cap", "mask": "attn_mask"})
 _CALL = ("self", "x", "segment_pos", "cache", "attn_mask")
 
 
-def install() -> None:
+def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes the transformers of `gemma` compute attention by `flash_attention`.
 
     It takes over `Attention` of Gemma 2 and 3 and of Gemma 4
@@ -36,6 +40,10 @@ def install() -> None:
     stays as it is. JAX's caches are cleared,
     so that what it has compiled is traced again.
 
+    Args:
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
+
     Raises:
         ImportError: gemma is not installed, or its functions have other parameters.
 
@@ -44,7 +52,7 @@ def install() -> None:
         >>> gemma.install()  # doctest: +SKIP
         >>> gemma.uninstall()
     """
-    _PATCH.install()
+    _PATCH.install(differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -52,9 +60,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed() -> AbstractContextManager[None]:
+def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
-    return _PATCH.installed()
+    return _PATCH.installed(differentiable=differentiable)
 
 
 def _hooks() -> list[Hook]:
@@ -187,6 +195,7 @@ class _Seen(NamedTuple):
         }
 
 
+@WORDS
 def _attend(layer: Any, kinds: Any, arrays: tuple, seen: _Seen, scale: float) -> Any:
     """Computes attention of [B, L, N, H] and [B, S, K, H] arrays, and the output projection."""
     q, k, v = arrays
@@ -201,6 +210,7 @@ def _attend(layer: Any, kinds: Any, arrays: tuple, seen: _Seen, scale: float) ->
         scale=scale,
         softcap=layer.attn_logits_soft_cap,
         empty_rows="mean",
+        differentiable=_PATCH.differentiable,
         **seen.keywords(layer.sliding_window_size if local else None),
     )
     return layer.attn_vec_einsum("BTNH,NHD->BTD", o)

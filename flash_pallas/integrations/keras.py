@@ -15,16 +15,28 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend.words import LONG_NAMES, Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("keras", "keras", "3.15.1")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "causal": "is_causal",
+        "softcap": "attn_logits_soft_cap",
+        "window": "sliding_window",
+        "dropout_rate": "dropout",
+    }
+)
 _MASK_ARGUMENTS = (
     "self", "query", "value", "query_mask", "value_mask", "key_mask", "attention_mask",
     "use_causal_mask",
 )  # fmt: skip
 
 
-def install() -> None:
+def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes Keras compute attention by `flash_attention`.
 
     It takes over `keras.ops.dot_product_attention` and the layers `MultiHeadAttention` and
@@ -36,6 +48,10 @@ def install() -> None:
 
     JAX's caches are cleared, so that what it has compiled is traced again.
 
+    Args:
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
+
     Raises:
         ImportError: keras is not installed, or its functions have other parameters.
         RuntimeError: Keras runs on another backend than JAX.
@@ -45,7 +61,7 @@ def install() -> None:
         >>> keras.install()  # doctest: +SKIP
         >>> keras.uninstall()
     """
-    _PATCH.install()
+    _PATCH.install(differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -53,9 +69,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed() -> AbstractContextManager[None]:
+def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
-    return _PATCH.installed()
+    return _PATCH.installed(differentiable=differentiable)
 
 
 class _Masks(NamedTuple):
@@ -215,6 +231,7 @@ def _dropout(layer: Any, training: bool | None) -> dict[str, Any]:
     return {"dropout_rate": float(rate), "dropout_seed": layer._dropout_layer.seed_generator.next()}
 
 
+@WORDS
 def _attend(arrays: tuple[Any, Any, Any], masks: _Masks, *, bias=None, scale=None, **options):
     """Computes attention of [B, T, N, H] arrays in the dtype that Keras would compute in."""
     backend = _CLIENT.imported("keras.src.backend")
@@ -234,6 +251,7 @@ def _attend(arrays: tuple[Any, Any, Any], masks: _Masks, *, bias=None, scale=Non
         bias=None if bias is None else _of_rank_4(backend.convert_to_tensor(bias, dtype=dtype)),
         scale=None if scale is None else float(scale),
         empty_rows="mean",
+        differentiable=_PATCH.differentiable,
         **masks.keywords(q, k),
         **options,
     )

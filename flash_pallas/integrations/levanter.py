@@ -16,9 +16,22 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend.words import LONG_NAMES, Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("marin-levanter", "levanter", "0.2.227.dev40316220070")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "softcap": "logits_soft_cap",
+        "scale": "scaling_factor",
+        "sinks": "attn_sink",
+        "dropout_rate": "dropout",
+        "dropout_seed": "prng",
+    }
+)
 _ARGUMENTS = (
     "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision",
     "use_flash", "attn_backend", "flash_block_size", "dropout", "logits_soft_cap",
@@ -26,7 +39,7 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def install() -> None:
+def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes Levanter compute attention by `flash_attention`.
 
     It takes over two functions of Levanter (https://github.com/marin-community/marin,
@@ -43,6 +56,10 @@ def install() -> None:
 
     JAX's caches are cleared, so that what it has compiled is traced again.
 
+    Args:
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
+
     Raises:
         ImportError: levanter is not installed, or its functions have other parameters.
 
@@ -51,7 +68,7 @@ def install() -> None:
         >>> levanter.install()  # doctest: +SKIP
         >>> levanter.uninstall()
     """
-    _PATCH.install()
+    _PATCH.install(differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -59,9 +76,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed() -> AbstractContextManager[None]:
+def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
-    return _PATCH.installed()
+    return _PATCH.installed(differentiable=differentiable)
 
 
 def _hooks() -> list[Hook]:
@@ -92,7 +109,8 @@ def _of_arrays(theirs: Callable, core: Any) -> Callable:
         else:
             dense = mask[None, None] if mask.ndim == 2 else mask[:, None]
             found = {"mask" if mask.dtype == bool else "bias": dense}
-        return flash_attention(q, k, v, q_offset=0, empty_rows="mean", **found).astype(v.dtype)
+        found |= {"empty_rows": "mean", "differentiable": _PATCH.differentiable}
+        return flash_attention(q, k, v, q_offset=0, **found).astype(v.dtype)
 
     return attention
 
@@ -143,6 +161,7 @@ def _of_names(theirs: Callable, layers: Any) -> Callable:
     return dot_product_attention
 
 
+@WORDS
 def _attend(axes, arrays, mask, options: dict[str, Any], layers: Any) -> Any:
     """Computes attention of arrays with named axes; `options` are those of Levanter's function."""
     hax = _CLIENT.imported("haliax")
@@ -172,6 +191,7 @@ def _attend(axes, arrays, mask, options: dict[str, Any], layers: Any) -> Any:
         softcap=options.get("logits_soft_cap"),
         precision=options.get("precision"),
         empty_rows="mean",
+        differentiable=_PATCH.differentiable,
         **dropout,
         **found,
     )

@@ -16,9 +16,20 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention_with_max_logit
+from ..frontend.words import LONG_NAMES, Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 
 _CLIENT = Client("maxtext", "maxtext", "0.2.5")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "softcap": "attn_logits_soft_cap",
+        "q_segment_ids": "decoder_segment_ids",
+        "kv_segment_ids": "decoder_segment_ids_kv",
+    }
+)
 _ARGUMENTS = (
     "self", "query", "key", "value", "decoder_segment_ids", "segment_positions", "lengths",
     "model_mode", "use_ragged_attention", "previous_chunk", "bidirectional_mask", "sinks",
@@ -28,7 +39,7 @@ _ARGUMENTS = (
 _KERNELS = ("autoselected", "flash")
 
 
-def install() -> None:
+def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes MaxText compute attention by `flash_attention`.
 
     It takes over `AttentionOp.apply_attention` (https://github.com/AI-Hypercomputer/maxtext, 0.2.5)
@@ -43,6 +54,10 @@ def install() -> None:
 
     JAX's caches are cleared, so that what it has compiled is traced again.
 
+    Args:
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
+
     Raises:
         ImportError: maxtext is not installed, or its method has other parameters.
 
@@ -51,7 +66,7 @@ def install() -> None:
         >>> maxtext.install()  # doctest: +SKIP
         >>> maxtext.uninstall()
     """
-    _PATCH.install()
+    _PATCH.install(differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -59,9 +74,9 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed() -> AbstractContextManager[None]:
+def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
     """Returns a context manager: `install` for the body of a `with` statement."""
-    return _PATCH.installed()
+    return _PATCH.installed(differentiable=differentiable)
 
 
 def _hooks() -> list[Hook]:
@@ -121,6 +136,7 @@ def _refuse(layer: Any, kinds: Any, rest: dict[str, Any]) -> None:
         raise NotImplementedError(f"flash_pallas in MaxText cannot do {'; '.join(found)}")
 
 
+@WORDS
 def _attend(layer: Any, op: Any, arrays: Any, q_ids: Any, rest: dict[str, Any]) -> Any:
     """Computes attention of [B, T, N, H], whose queries MaxText has scaled."""
     q, k, v = arrays
@@ -140,6 +156,7 @@ def _attend(layer: Any, op: Any, arrays: Any, q_ids: Any, rest: dict[str, Any]) 
         softcap=layer.attn_logits_soft_cap or None,
         sinks=rest.get("sinks"),
         empty_rows="mean",
+        differentiable=_PATCH.differentiable,
         **found,
     )
 

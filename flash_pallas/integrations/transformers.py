@@ -21,15 +21,24 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
+from ..frontend.words import LONG_NAMES, Words
+from ..typing import Differentiable
 from ._hooks import Client, Hook, Patch
 from ._visible import Visible
 
 _CLIENT = Client("transformers", "transformers", "4.57.6")
+# What it calls the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        **LONG_NAMES,
+        "dropout_seed": "dropout_rng",
+    }
+)
 _WEIGHTS = "dot_product_attention_weights"
 _UNKNOWN = "which flash_pallas has not: leave this model out of install(...)"
 
 
-def install(*models: str) -> None:
+def install(*models: str, differentiable: Differentiable = "reverse") -> None:
     """Makes Flax models of transformers compute attention by `flash_attention`.
 
     Some thirty models (https://github.com/huggingface/transformers, 4.57) call Flax's
@@ -47,6 +56,8 @@ def install(*models: str) -> None:
     Args:
         *models: names of folders in `transformers.models`, such as "llama"; none is all models
             whose Flax module is imported by now.
+        differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
+            `flash_attention`.
 
     Raises:
         ImportError: transformers is not installed, is a version without Flax models, or a model
@@ -57,7 +68,7 @@ def install(*models: str) -> None:
         >>> transformers.install("llama", "gpt2")  # doctest: +SKIP
         >>> transformers.uninstall()
     """
-    _PATCH.install(*models)
+    _PATCH.install(*models, differentiable=differentiable)
 
 
 def uninstall() -> None:
@@ -65,9 +76,11 @@ def uninstall() -> None:
     _PATCH.uninstall()
 
 
-def installed(*models: str) -> AbstractContextManager[None]:
+def installed(
+    *models: str, differentiable: Differentiable = "reverse"
+) -> AbstractContextManager[None]:
     """Returns a context manager: `install` of the models for the body of a `with` statement."""
-    return _PATCH.installed(*models)
+    return _PATCH.installed(*models, differentiable=differentiable)
 
 
 def _hooks(*models: str) -> list[Hook]:
@@ -275,13 +288,15 @@ class _Weights:
         """Returns weights multiplied by a factor for each head, [N] or [B, N]."""
         return _Weights(self.q, self.k, self.options, self.heads * heads[..., None])
 
+    @WORDS
     def of(self, v: Any) -> Any:
         """Returns the output [*B, T, N, Hv] for values [*B, S, N, Hv]."""
         dtype = jnp.result_type(self.q, self.k, v)
         # debug_nans finds the NaN of padding at a conversion, even at one that changes nothing.
         arrays = self.q, self.k, v
         q, k, values = (x if x.dtype == dtype else x.astype(dtype) for x in arrays)
-        o = flash_attention(q, k, values, empty_rows="mean", **self.options)
+        options = {"empty_rows": "mean", "differentiable": _PATCH.differentiable}
+        o = flash_attention(q, k, values, **options, **self.options)
         return (o * self.heads).astype(v.dtype)
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -19,12 +19,23 @@ from ..core.decode import QUANTISED, STEP_TOKENS
 from ..core.integers import round_up
 from ..decode import flash_decode
 from ..frontend.arguments import as_int32, check_room, is_computed, is_known, known
+from ..frontend.words import Words
 from ..typing import AnyArray, Array, Float, Int
 from ._options import CallArguments
 
 # Rows of a page of a ring that a step reads in place, the largest that divides the ring: those of
 # 16 rows cost 7 % at 16 sequences of 8,192 keys, of 64 2 %, of 256 less than 1 % (H200).
 RING_PAGES = (256, 128, 64, 32, 16)
+# What layers call the arguments of `flash_decode`, and of `flash_attention` with a cache.
+WORDS = Words(
+    {
+        "kv_lengths": "cache.lengths",
+        "kv_starts": "cache.starts",
+        "k_scale": "cache.k_scale",
+        "v_scale": "cache.v_scale",
+        "alibi_slopes": "alibi",
+    }
+)
 
 
 class RingCache(NamedTuple):
@@ -72,6 +83,10 @@ class RingCache(NamedTuple):
             TypeError: a dtype that no layer computes in; eight bits would need scales.
             ValueError: a negative number of drafts.
         """
+        if window < 1:
+            raise ValueError(
+                f"window is {window}: it must be at least 1, as it counts the query's own key"
+            )
         if drafts < 0:
             raise ValueError(f"drafts is {drafts}: it must be at least 0, tokens to be taken back")
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
@@ -144,7 +159,7 @@ class New(NamedTuple):
     page_table: AnyArray | None = None  # int32 [B, max_pages]
 
 
-def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: int) -> None:
+def check(layer, cache, given: CallArguments, cross: bool, dropout_key, shape) -> None:
     """Checks that a call with this cache means what it says.
 
     Raises:
@@ -160,8 +175,16 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, rank: in
             "cache.v is None: a layer projects values of its own. Make it with shared=False, or "
             "call append_kv and flash_decode."
         )
-    if rank != 3:
-        raise ValueError(f"With a cache, inputs are [batch, length, features], got rank {rank}.")
+    if len(shape) != 3:
+        raise ValueError(
+            f"inputs has shape {shape}: with a cache it must be [batch, length, features]"
+        )
+    count, sequences = jnp.shape(cache.lengths), shape[0]
+    if count != (sequences,):
+        raise ValueError(
+            f"inputs has {sequences} sequences and cache.lengths shape {count}: the cache must be "
+            f"made with batch={sequences}"
+        )
     if not layer.causal:
         raise ValueError("A cache needs causal=True: what comes later is not there yet.")
     if layer.attention is not flash_attention or layer.context_parallel is not None:
@@ -203,6 +226,7 @@ def rotated(layer, cache, given: CallArguments, qkv):
     return *rope.rotate_query_key(query, key, at, at, layer.rope_theta), value
 
 
+@WORDS
 def attend(layer, cache, qkv, new: New, slopes, sinks):
     """Computes (o [B, T, N, H], cache) of T new tokens, already rotated if the layer rotates.
 

@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -68,10 +69,19 @@ def resolve(layer, features: int) -> Heads:
             f"features ({features}) must be a multiple of num_heads ({num_heads}); or set head_dim."
         )
     head_dim = features // num_heads if layer.head_dim is None else layer.head_dim
+    if head_dim < 1:
+        raise ValueError(
+            f"head_dim is {head_dim}: it must be positive, or None for features / num_heads"
+        )
     if layer.rope_theta is not None and head_dim % 2:
         raise ValueError(f"rope_theta needs an even head_dim, got {head_dim}.")
-    if layer.rope_theta is not None and not 0 < layer.rope_theta < math.inf:
-        raise ValueError(f"rope_theta must be None or a positive number, got {layer.rope_theta}.")
+    theta = layer.rope_theta
+    is_number = isinstance(theta, (int, float, np.number)) and not isinstance(theta, bool)
+    if theta is not None and not (is_number and 0 < theta < math.inf):
+        raise ValueError(
+            f"rope_theta is {theta!r}: it must be a positive number, as 10000.0, or None for no "
+            "rotation"
+        )
     if layer.qk_norm not in (None, *NORM_SUFFIX):
         raise ValueError(f"qk_norm must be None, 'rms' or 'layer', got {layer.qk_norm!r}.")
     out_features = features if layer.out_features is None else layer.out_features

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..api import flash_attention
-from ..frontend.arguments import as_int32
+from ..frontend.arguments import as_int32, band, check_broadcasts
+from ..frontend.validate import as_array
+from ..frontend.words import Words
+from ..parallel import ContextParallel
 from ..typing import AnyArray, Array, Bool, Float, Int
 
 
@@ -55,21 +58,74 @@ class CallArguments(NamedTuple):
         return self._replace(**both)
 
 
-def check_inputs(**inputs):
-    """Refuses inputs without an axis of tokens; None is left out.
+# What layers call the arguments of `flash_attention`.
+WORDS = Words(
+    {
+        "q_segment_ids": "segment_ids",
+        "q_lengths": "lengths",
+        "deterministic": "deterministic_backward",
+        "alibi_slopes": "alibi",
+    }
+)
+
+
+def check_inputs(inputs, inputs_kv, features=(None, None)) -> None:
+    """Checks the inputs of a layer.
+
+    Args:
+        inputs: [*batch, length, features].
+        inputs_kv: the same, or None.
+        features: sizes that the last axis of each must have; None is any.
 
     Raises:
-        ValueError: fewer than two axes.
+        TypeError: no arrays.
+        ValueError: fewer than two axes, other features, or batch dimensions that differ.
     """
-    for name, x in inputs.items():
-        if x is not None and x.ndim < 2:
+    given = {"inputs": inputs, "inputs_kv": inputs_kv}
+    for (name, x), size in zip(given.items(), features, strict=True):
+        if x is None:
+            continue
+        shape = as_array(name, x).shape
+        if len(shape) < 2:
             raise ValueError(
-                f"{name} has shape {x.shape}: it must be [*batch, length, features]; for one token "
+                f"{name} has shape {shape}: it must be [*batch, length, features]; for one token "
                 "insert its axis, as in x[None]"
             )
+        if size not in (None, shape[-1]):
+            raise ValueError(
+                f"{name} has shape {shape}: it must be [*batch, length, features] with {size} "
+                "features, as the layer was made"
+            )
+    if inputs_kv is not None and inputs.shape[:-2] != inputs_kv.shape[:-2]:
+        raise ValueError(
+            f"inputs has shape {inputs.shape} and inputs_kv {inputs_kv.shape}: their batch "
+            "dimensions must be the same; repeat the smaller with jnp.broadcast_to"
+        )
 
 
-def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key) -> dict[str, Any]:
+def placed(layer, inputs, inputs_kv) -> dict[str, Any]:
+    """Returns the q_offset of a causal layer with fewer queries than keys, as a keyword.
+
+    Both count from 0, as in Flax.
+
+    Raises:
+        ValueError: a single query, as of a decoding step.
+    """
+    q_len, kv_len = inputs.shape[-2], inputs_kv.shape[-2]
+    own = layer.attention is flash_attention and layer.context_parallel is None
+    right = band(layer.causal, layer.window)[1]
+    if not own or q_len >= kv_len or not isinstance(right, int) or right != 0:
+        return {}
+    if q_len == 1:
+        raise ValueError(
+            f"inputs has one token, inputs_kv {kv_len}, and causal=True (or window=(.., 0)) puts "
+            "it at position 0, where it sees key 0 alone: pass cache= for a decoding step, or make "
+            "the layer with causal=False, whose queries see every key"
+        )
+    return {"q_offset": 0}
+
+
+def keywords(layer, given: CallArguments, full, slopes, sinks, dropout_key) -> dict[str, Any]:
     """Returns the keywords of `flash_attention`, without those that are off.
 
     So a function that replaces it need not know what its user does not ask for.
@@ -78,7 +134,7 @@ def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key)
         layer: has causal, window, scale, softcap, dropout_rate, broadcast_dropout, precision,
             deterministic_backward, differentiable and backend.
         given: arguments of this call, complete.
-        rank: rank of the queries [*batch, length, heads, head_dim].
+        full: shape of the scores, from `scores_shape`.
         slopes: ALiBi slopes, from `alibi`.
         sinks: the parameter, or None.
         dropout_key: the dropout key; None without dropout.
@@ -94,8 +150,8 @@ def keywords(layer, given: CallArguments, rank: int, slopes, sinks, dropout_key)
         "kv_segment_ids": given.kv_segment_ids,
         "q_lengths": given.lengths,
         "kv_lengths": given.kv_lengths,
-        "mask": truth(given.mask, rank),
-        "bias": with_rank(given.bias, rank),
+        "mask": truth(given.mask, full),
+        "bias": with_rank("bias", given.bias, full),
     }
     if dropout_key is not None:
         optional |= {
@@ -116,10 +172,21 @@ def attention(layer):
     """Returns the function that the layer calls for attention.
 
     Raises:
+        TypeError: no function, or no ContextParallel.
         ValueError: fields that contradict each other.
     """
     if layer.context_parallel is None:
+        if not callable(layer.attention):
+            raise TypeError(
+                f"attention is {layer.attention!r}: it must be a function (q, k, v, **options); "
+                "which kernel runs is chosen by backend="
+            )
         return layer.attention
+    if not isinstance(layer.context_parallel, ContextParallel):
+        raise TypeError(
+            f"context_parallel is {layer.context_parallel!r}: pass "
+            "flash_pallas.parallel.ContextParallel(axis), with the name of a mesh axis"
+        )
     if layer.attention is not flash_attention:
         raise ValueError("context_parallel replaces attention=: set only one of them.")
     return layer.context_parallel.attend
@@ -136,21 +203,27 @@ def in_context(layer, given: CallArguments, length: int) -> CallArguments:
     )
 
 
-def truth(mask, rank: int):
-    """Converts a mask of any dtype (Flax makes float32 of 0 and 1) to bool of this rank.
+def scores_shape(query, key) -> tuple[int, ...]:
+    """Returns [*batch, heads, q_length, kv_length] of [*batch, length, heads, head_dim] arrays."""
+    return *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
+
+
+def truth(mask, full: tuple[int, ...]):
+    """Converts a mask of any dtype (Flax makes float32 of 0 and 1) to bool of the scores' rank.
 
     None stays None.
     """
-    mask = with_rank(mask, rank)
+    mask = with_rank("mask", mask, full)
     return mask if mask is None or mask.dtype == jnp.bool_ else mask != 0
 
 
-def with_rank(x, rank: int):
-    """Prepends axes of 1 to x up to this rank, as broadcasting would; None stays None."""
+def with_rank(name: str, x, full: tuple[int, ...]):
+    """Prepends axes of 1 to x up to the scores' rank, as broadcasting would; None stays None."""
     if x is None:
         return None
     x = jnp.asarray(x)
-    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+    check_broadcasts(name, x, full)
+    return x.reshape((1,) * (len(full) - x.ndim) + x.shape)
 
 
 def alibi(setting, num_heads: int) -> tuple[float, ...] | None:
@@ -165,11 +238,14 @@ def alibi(setting, num_heads: int) -> tuple[float, ...] | None:
     """
     if setting is None or isinstance(setting, (bool, np.bool_)):
         return tuple(alibi_slopes(num_heads).tolist()) if setting else None
-    slopes = np.asarray(setting, np.float32)
-    if slopes.shape != (num_heads,):
+    try:
+        slopes = np.asarray(setting, np.float32)
+    except (TypeError, ValueError):
+        slopes = None
+    if slopes is None or slopes.shape != (num_heads,):
         raise ValueError(
-            f"alibi must be a bool or one slope for each of the {num_heads} heads, got shape "
-            f"{slopes.shape}."
+            f"alibi is {setting!r}: it must be a bool, where True is the slopes of alibi_slopes, "
+            f"or one number for each of the {num_heads} heads"
         )
     return tuple(slopes.tolist())
 
@@ -195,8 +271,8 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
         >>> print(alibi_slopes(4))
         [0.25       0.0625     0.015625   0.00390625]
     """
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, got {num_heads}.")
+    if not isinstance(num_heads, (int, np.integer)) or num_heads < 1:
+        raise ValueError(f"num_heads is {num_heads!r}: it must be a positive int")
     whole = 2 ** int(math.log2(num_heads))
     sequence = lambda n: np.exp2(-8.0 / n * np.arange(1, n + 1))
     rest = sequence(2 * whole)[::2][: num_heads - whole]

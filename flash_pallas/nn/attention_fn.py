@@ -16,8 +16,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..api import flash_attention
+from ..frontend.validate import as_array, check_shapes
+from ..frontend.words import LONG_NAMES, Words
 from ..typing import AnyArray, Array, Bool, Float, Precision
-from ._options import truth, with_rank
+from ._options import scores_shape, truth, with_rank
+
+WORDS = Words({**LONG_NAMES, "causal": "is_causal", "dropout_seed": "dropout_rng"})
 
 
 def attention_fn(
@@ -83,22 +87,27 @@ def attention_fn(
         attn_weights_value_einsum=attn_weights_value_einsum,
         input_positions=input_positions,
     )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        as_array(name, x)
     if promote_dtype is None:
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
     else:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    return flash_attention(
-        query,
-        key,
-        value,
-        causal=bool(is_causal),
-        q_offset=0,  # as Flax: a single causal query sees key 0
-        bias=with_rank(bias, query.ndim),
-        mask=truth(mask, query.ndim),
-        precision=precision,
-        **_dropout(dropout_rate, dropout_rng, broadcast_dropout, deterministic),
-    )
+    with WORDS:
+        check_shapes(query, key, value)
+        full = scores_shape(query, key)
+        return flash_attention(
+            query,
+            key,
+            value,
+            causal=bool(is_causal),
+            q_offset=0,  # as Flax: a single causal query sees key 0
+            bias=with_rank("bias", bias, full),
+            mask=truth(mask, full),
+            precision=precision,
+            **_dropout(dropout_rate, dropout_rng, broadcast_dropout, deterministic),
+        )
 
 
 def causal_attention_fn(

@@ -179,7 +179,7 @@ class FlashAttention(nn.Module):
         Raises:
             ValueError: fields or arguments that contradict each other.
         """
-        _options.check_inputs(inputs=inputs, inputs_kv=inputs_kv)
+        _options.check_inputs(inputs, inputs_kv)
         heads = _heads.resolve(self, inputs.shape[-1])
         slopes = _options.alibi(self.alibi, self.num_heads)
         given = _options.CallArguments(
@@ -200,7 +200,7 @@ class FlashAttention(nn.Module):
         sinks, dropout_key = self._sinks(), self._dropout_key(deterministic)
         out = self._project("out", (heads.out_features,), _heads.OUT_AXES, contracted=2)
         if cache is not None:
-            _cached.check(self, cache, given, cross, dropout_key, inputs.ndim)
+            _cached.check(self, cache, given, cross, dropout_key, inputs.shape)
             qkv = _cached.rotated(self, cache, given, (query, key, value))
             attended, cache = _cached.attend(self, cache, qkv, new, slopes, sinks)
             return out(attended, inputs), cache
@@ -209,8 +209,12 @@ class FlashAttention(nn.Module):
         query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
-        options = _options.keywords(self, given, query.ndim, slopes, sinks, dropout_key)
-        return out(_options.attention(self)(query, key, value, **options), inputs)
+        full = _options.scores_shape(query, key)
+        options = _options.keywords(self, given, full, slopes, sinks, dropout_key)
+        options |= _options.placed(self, inputs, inputs_kv)
+        with _options.WORDS:
+            attended = _options.attention(self)(query, key, value, **options)
+        return out(attended, inputs)
 
     def _sinks(self):
         if not self.use_sinks:

@@ -230,7 +230,8 @@ class FlashAttention(nnx.Module):
         Raises:
             ValueError: arguments that contradict each other or the parameters.
         """
-        _options.check_inputs(inputs=inputs, inputs_kv=inputs_kv)
+        sizes = self.query.kernel.shape[0], self.key.kernel.shape[0]
+        _options.check_inputs(inputs, inputs_kv, sizes)
         given = _options.CallArguments(
             positions, kv_positions, segment_ids, kv_segment_ids, lengths, kv_lengths, mask, bias
         )
@@ -246,7 +247,7 @@ class FlashAttention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         dropout_key = self._dropout_key(deterministic, rngs)
         if cache is not None:
-            _cached.check(self, cache, given, cross, dropout_key, inputs.ndim)
+            _cached.check(self, cache, given, cross, dropout_key, inputs.shape)
             qkv = _cached.rotated(self, cache, given, (query, key, value))
             attended, cache = _cached.attend(self, cache, qkv, new, self.slopes, sinks)
             return self.out(attended, inputs), cache
@@ -255,8 +256,12 @@ class FlashAttention(nnx.Module):
         query, key = rope.rotate_query_key(
             query, key, given.positions, given.kv_positions, self.rope_theta
         )
-        options = _options.keywords(self, given, query.ndim, self.slopes, sinks, dropout_key)
-        return self.out(_options.attention(self)(query, key, value, **options), inputs)
+        full = _options.scores_shape(query, key)
+        options = _options.keywords(self, given, full, self.slopes, sinks, dropout_key)
+        options |= _options.placed(self, inputs, inputs_kv)
+        with _options.WORDS:
+            attended = _options.attention(self)(query, key, value, **options)
+        return self.out(attended, inputs)
 
     def set_view(self, deterministic: bool | None = None):
         """Sets `deterministic`; `nnx.view` calls this.

@@ -157,8 +157,27 @@ def test_packed_sequences(name, seed_of_sources):
         assert_close(one, other)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known", "traced"])
+def test_packed_sequences_of_pages(known):
+    rng = np.random.default_rng(3)
+    table, cu_k = np.array([[4, 1], [2, 0], [3, 3]]), np.array([0, 7, 12, 12])
+    pages = [jnp.asarray(rng.normal(size=(5, 4, 1, 8)), jnp.float32) for _ in range(2)]
+    q, cu_q = jnp.asarray(rng.normal(size=(9, 2, 8)), jnp.float32), jnp.array([0, 3, 8, 9])
+    place = np.concatenate([np.arange(7), np.arange(5)])
+    page = table[np.repeat([0, 1], [7, 5]), place // 4]
+    call = lambda k, v, cu_k, **options: compat.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 5, 7, causal=True, **options
+    )
+    wanted = call(*(x[page, place % 4] for x in pages), jnp.asarray(cu_k))
+    paged = lambda k, v, cu_k: call(k, v, cu_k, block_table=jnp.asarray(table))
+    found = (paged if known else jax.jit(paged))(*pages, jnp.asarray(cu_k))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="cu_seqlens_k has a sequence of 9 keys: block_table"):
+        paged(*pages, jnp.array([0, 9, 12, 12]))
+
+
 PACKED_REFUSED = [
-    ({"block_table": jnp.ones((1, 2), int)}, "block_table is .*gather_pages"),
+    ({"block_table": jnp.ones((1, 2), int)}, "k has shape .*with block_table .*page_size"),
     ({"alibi_slopes": jnp.ones((2, 2))}, r"alibi_slopes has shape \(2, 2\)"),
     ({"return_attn_probs": True}, "return_attn_probs is True"),
 ]

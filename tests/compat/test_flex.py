@@ -99,6 +99,29 @@ def test_masks_are_joined():
     np.testing.assert_array_equal(mask[0, 1], ((i >= j) & (i - j < 4)) | (j == 0))
 
 
+def test_no_masks_are_joined_as_in_torch():
+    for join, shown in ((flex.and_masks, True), (flex.or_masks, False)):
+        assert (flex.create_mask(join(), None, None, 3, 4) == shown).all()
+        o = flex_attention(X, X, X, block_mask=create_block_mask(join(), None, None, 12, 12))
+        np.testing.assert_allclose(o, float(shown), rtol=1e-6)
+    with pytest.raises(TypeError, match=r"mask_mods\[0\] is .*and_masks\(\*masks\)"):
+        flex.and_masks([flex.noop_mask])
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
+def test_documents_by_ids(traced):
+    x = jax.random.normal(jax.random.key(0), (2, 2, 12, 8))
+    ids = jnp.stack([jnp.arange(12) // 5, jnp.arange(12) // 3])
+    mod = lambda ids: lambda b, h, i, j: (ids[b, i] == ids[b, j]) & (i >= j)
+
+    def by(ids, **options):
+        mask = create_block_mask(mod(ids), 2, None, 12, 12, **options)
+        return flex_attention(x, x, x, block_mask=mask)
+
+    found = (jax.jit(by) if traced else by)(ids)
+    np.testing.assert_allclose(found, by(ids, dense=True), rtol=0, atol=1e-6)
+
+
 def test_a_block_mask_is_a_pytree():
     x = jax.random.normal(jax.random.key(0), (1, 2, 12, 8))
     ids = jnp.arange(12) // 5
@@ -118,7 +141,7 @@ def test_aux_outputs():
 
 
 X = jnp.ones((1, 2, 12, 8))
-IDS = jnp.arange(12)
+TABLE = jnp.ones((12, 12), bool)
 CAUSAL = create_block_mask(lambda b, h, i, j: i >= j, None, None, 12, 13)
 REFUSED = [
     ({"kernel_options": {"BLOCK_M": 64}}, "kernel_options is .*pass blocks="),
@@ -137,7 +160,7 @@ def test_what_is_refused(options, told):
 def test_masks_that_are_refused():
     with pytest.raises(ValueError, match=r"device is 'cuda'.*leave it out"):
         create_block_mask(flex.noop_mask, None, None, 12, 12, device="cuda")
-    with pytest.raises(ValueError, match=r"q_segment_ids.*dense=True, which makes .* 12 x 12"):
-        create_block_mask(lambda b, h, i, j: IDS[i] == IDS[j], None, None, 12, 12)
-    with pytest.raises(TypeError, match="must come from create_block_mask, got "):
+    with pytest.raises(ValueError, match=r"by q_idx or kv_idx.*dense=True"):
+        create_block_mask(lambda b, h, i, j: TABLE[i, j], None, None, 12, 12)
+    with pytest.raises(TypeError, match=r"must come from create_block_mask\(.*got an array"):
         flex_attention(X, X, X, block_mask=jnp.ones((12, 12), bool))

@@ -65,7 +65,7 @@ REFUSED = [
     ({"attn_mask": MASK, "is_causal": True}, "attn_mask is given and is_causal is True"),
     ({"key": jnp.ones((1, 1, 4, 8)), "value": jnp.ones((1, 1, 4, 8))}, "enable_gqa=True"),
     ({"attn_mask": causal_lower_right(4, 5)}, "make it for these lengths"),
-    ({"attn_mask": jnp.ones((4, 4), int)}, "bias has dtype"),
+    ({"attn_mask": jnp.ones((4, 4), int)}, "attn_mask has dtype int32.*bool"),
 ]
 
 

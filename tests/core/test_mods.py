@@ -146,11 +146,11 @@ TABLE = jnp.zeros((B, N, 16, 16))
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda s, b, n, i, j: s + TABLE[b, n, i, j], "indexed by b and n only"),
-        (lambda s, b, n, i, j: s + (TABLE[b, n] * s).sum(), "indexed by b and n only"),
+        (lambda s, b, n, i, j: s + TABLE[b, n, i, j], "indexed by b and n"),
+        (lambda s, b, n, i, j: s + (TABLE[b, n] * s).sum(), "indexed by b and n"),
         (lambda s, b, n, i, j: jax.lax.cond(i > j, lambda: s, lambda: -s), "'cond'.*jnp.where"),
         (lambda s, b, n, i, j: jax.lax.fori_loop(0, i, lambda _, x: x, s), "'while'.*jnp.where"),
-        (lambda s, b, n, i, j: jnp.stack([s, s + 1.0]).max(), "not elementwise arithmetic"),
+        (lambda s, b, n, i, j: jnp.stack([s, s + 1.0]).max(), "makes a vector.*nest jnp.where"),
     ],
 )
 def test_what_is_not_elementwise_is_refused(function, message):
@@ -210,7 +210,7 @@ def test_what_cannot_be_looked_up():
     for function, message in (
         (by_head, "indexes a captured array by n together with i or j"),
         (real, r"makes float32\[\] of a captured array"),
-        (pairs, "whole array of shape"),
+        (pairs, "indexes an array by i or j.*as mask="),
     ):
         with pytest.raises(mods.NotElementwise, match=message):
             mods.trace(function, B, N, positions=places)
