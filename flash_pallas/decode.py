@@ -248,7 +248,7 @@ def _described(spec: DecodeSpec, operands: DecodeOperands) -> DecodeProblem:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
-    if 0 in (len(operands.q), operands.k.shape[1]):
+    if 0 in (operands.q.shape[0], operands.k.shape[1]):
         return decode.of_nothing(operands, spec)
     operands = mesh_axes.spread(operands, mesh_axes.varying(operands))
     call: Callable = partial(_fitted, backend, spec)

@@ -278,7 +278,7 @@ def _with_new(operands: RaggedOperands, a: RaggedArguments, pages, new) -> Ragge
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(backend: Backend, spec: RaggedSpec, operands: RaggedOperands):
-    if not len(operands.q):
+    if operands.q.shape[0] == 0:
         empty = DecodeOperands(
             operands.q[None], operands.k, operands.v, kv_lengths=None, q_offset=None
         )

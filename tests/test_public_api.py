@@ -198,7 +198,11 @@ def test_hints_are_of_names_that_we_lack():
     assert set(validate.MEANINGS) <= synonyms
     assert all(repr(name) in validate.MEANINGS["implementation"] for name in dispatch.BACKENDS)
     own = set(inspect.signature(fp.flash_attention).parameters)
-    assert set(validate.INSTEAD) & own == {"block_mask", "deterministic"}  # others lack them
+    assert set(validate.INSTEAD) & own == {
+        "block_mask",
+        "causal",
+        "deterministic",
+    }  # others lack them
 
 
 def test_synonyms_are_of_arguments_that_exist():

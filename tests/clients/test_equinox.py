@@ -100,6 +100,21 @@ def test_masks_are_arguments(monkeypatch):
     assert call["causal"] is True and call["window"] == (7, 0) and call["mask"] is None
 
 
+def test_forward_mode_where_it_is_asked_for():
+    x, dx = parity.normal(1, T, WIDTH), parity.normal(2, T, WIDTH)
+    model = Block(jax.random.key(0))
+    found, wanted = (
+        jax.jvp(lambda x, m=m, mask=mask: m(x, mask), (x,), (dx,))[1]
+        for m, mask in (
+            (integration.to_flash(model, causal=True, differentiable="any"), None),
+            (model, CAUSAL),
+        )
+    )
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="key_ has length 3 and value length 48"):
+        integration.to_flash(model).attention(x, x[:3], x)
+
+
 def test_dropout_keeps_the_mean_and_needs_a_key():
     layer = eqx.nn.MultiheadAttention(2, 8, dropout_p=0.3, key=jax.random.key(0))
     flash, x = integration.to_flash(layer), parity.normal(1, 6, 8)
