@@ -9,6 +9,8 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as theirs
 
 import flash_pallas as fp
+from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.compat import ragged_paged_attention as ours
 from flash_pallas.frontend.validate_ragged import RaggedArguments
 from flash_pallas.ragged import prepared
@@ -83,10 +85,7 @@ def test_kernels_say_why_not():
     q, pages, lengths, table, ends, _ = drawn("bfloat16")
     places = RaggedArguments(lengths, table, ends, v_head_dim=H, v_first=H)
     both = pages.reshape(PAGES, PAGE, K, 2 * H)
-    for name in ("hopper", "portable"):
-        backend = {"hopper": "9.0", "portable": "8.0"}[name]
-        kind = fp.frontend.dispatch.BACKENDS[name]
-        there = type(kind)(capability=backend)
+    for there in (HopperBackend(capability="9.0"), PortableBackend(capability="8.0")):
         _, spec, operands = prepared(q.astype("bfloat16"), both, None, places, "xla")
         reason = there.unsupported_ragged(fp.core.ragged.describe(operands, spec))
         assert "no values that lie behind the keys" in str(reason)
