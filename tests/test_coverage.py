@@ -145,6 +145,8 @@ RIGHT = (
     of("decode", "output", "int8", "24 rows", "pages of 64", "scales of rows", *rows.DECODE_ALL),
     of("ragged", "output", "pages of 64", *rows.RAGGED_ALL),
     of("ragged", "output", "pages of 16", "steps of 4", "float8_e4m3fn", "scales of rows"),
+    of("ragged", "output", "pages of 64", "steps of 8"),
+    of("ragged", "output", "pages of 64", "steps of 8", "int8", "scales"),
 )
 
 

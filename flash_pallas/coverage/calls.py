@@ -232,7 +232,8 @@ def _cache(row: Row) -> dict[str, Recipe]:
         del found["v"]
     if row.function == "ragged":
         found["kv_lengths"] = Recipe((B,), "int32", _constant([S - 3, 130, 50, 77]))
-        found["cu_q_lens"] = Recipe((5,), "int32", _constant([0, 90, 91, 91, 94]))
+        ends = [0, 85, 91, 91, 94] if "steps of 8" in has else [0, 90, 91, 91, 94]
+        found["cu_q_lens"] = Recipe((5,), "int32", _constant(ends))
     if page is not None:
         draw = functools.partial(_table, shares="shared prefix" in has, entries=entries)
         found["page_table"] = Recipe((B, S // page), "int32", draw)
@@ -296,6 +297,7 @@ def static(row: Row) -> dict[str, Any]:
         "shared prefix": {"shared_prefix": "auto"},
         "blocks": {"kv_block_size": row.page_size or 64},
         "steps of 4": {"step_tokens": 4},
+        "steps of 8": {"step_tokens": 8},
         "values in keys": {"v_head_dim": row.v_head_dim},
         "other keys": {"alignment": "end"},
     }

@@ -257,7 +257,7 @@ SCALED = (
 DECODE_ALL = ("traced window", "softcap", "sinks", "ALiBi", "starts", "three splits")
 RAGGED = (
     *("window", "traced window", "softcap", "sinks", "ALiBi", "starts", "three splits"),
-    *("steps of 4", "values in keys", "shared prefix"),
+    *("steps of 4", "steps of 8", "values in keys", "shared prefix"),
 )
 RAGGED_ALL = ("traced window", "softcap", "sinks", "ALiBi", "starts")
 
@@ -418,7 +418,8 @@ def _ragged(name: str, target: Target) -> Iterator[Row]:
         yield from _at(every, (*pages, *RAGGED_ALL))
     for options in ((), *((x,) for x in RAGGED), RAGGED_ALL):
         yield from _by_plan(target, _some(every, (*pages, *options)))
-    for options in ((), ("scales",), ("scales of rows",), (*RAGGED_ALL, "scales")):
+    scaled = ("scales",), ("scales of rows",), (*RAGGED_ALL, "scales"), ("steps of 8", "scales")
+    for options in ((), *scaled):
         for cache in calls.EIGHT_BITS:
             yield from _by_plan(target, _some(every, (*pages, cache, *options)))
     for size in (16, 128, 256):
