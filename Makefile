@@ -162,4 +162,4 @@ docs:
 		else echo "The pages were not opened: chromium is not installed."; fi
 
 clean:
-	rm -rf $(VENV) $(VENV)-cuda $(VENV)-cuda12 $(VENV)-torch $(VENV)-0.12 $(VENV)-docs build dist demo
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-cuda12 $(VENV)-torch $(VENV)-0.12 $(VENV)-hopper $(VENV)-docs build dist demo
