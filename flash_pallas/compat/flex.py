@@ -81,7 +81,8 @@ class AuxOutput(NamedTuple):
 class BlockMask:
     """A mask of `flex_attention`, made by `create_block_mask`. It is a pytree.
 
-    Unlike torch's, it holds no table of blocks. Which blocks are skipped follows from `band`.
+    Unlike torch's, it holds no table of blocks. Which blocks are skipped follows from `band`, or
+    from the mask_mod if it reads positions alone.
 
     Attributes:
         mask_mod: (b, h, q_idx, kv_idx) -> bool.
@@ -182,8 +183,10 @@ def create_block_mask(
 
     Comparisons of q_idx with kv_idx that are joined by & and | become a window, outside of which no
     key is loaded. So causal masks and sliding windows cost as much as with `causal` and `window`.
-    Other masks are evaluated in the kernel, and what they hide is computed and discarded. To skip
-    empty blocks of such a mask, use `flash_pallas.BlockMask` with `flash_pallas.flash_attention`.
+    Other masks are evaluated in the kernel. Their empty blocks are skipped only if the mask_mod
+    reads nothing but q_idx and kv_idx and the lengths are long enough, as for `mask_mod` of
+    `flash_attention`; otherwise hidden scores are computed and discarded. `flash_pallas.BlockMask`,
+    which `flash_pallas.flash_attention` takes, skips the empty blocks of every mask.
 
     Args:
         mask_mod: (b, h, q_idx, kv_idx) -> bool, elementwise JAX on scalars. It may capture arrays.
