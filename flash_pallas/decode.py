@@ -143,8 +143,8 @@ def flash_decode(
             A sequence whose start is at its length or beyond has no keys.
         q_offset: position of query 0, where key 0 has position 0, as an int, int32 [B] or a scalar.
             Query t sees the keys up to q_offset + t. None means kv_lengths - T.
-        window: (left, right), or one int for both: the query at position i sees the keys from i -
-            left on. None means all of them. Nothing to the right of a query is seen, as in
+        window: (left, right), or one int for both: the query at position i sees the keys from
+            i - left on. None means all of them. Nothing to the right of a query is seen, as in
             `flash_attention` with causal=True. Keys outside the window are not loaded. The window
             or its left side may be an int32 scalar or [B], which may be traced, so that layers with
             different windows share one compiled program; a window of at least S hides nothing. A
@@ -163,8 +163,8 @@ def flash_decode(
         kv_blocks: int32 [B, 1 or K, M]: the blocks of keys that the query of each sequence reads,
             as one list for all KV heads or one per head. Block i has kv_block_size keys, starting
             at key i * kv_block_size. No other block is loaded. Block numbers may be in any order
-            and may repeat. A block that is -1 or lies beyond the length is ignored. It requires T =
-            1, and no `q_offset`, `window`, `kv_starts` or `alibi_slopes`. Methods of sparse
+            and may repeat. A block that is -1 or lies beyond the length is ignored. It requires
+            T = 1, and no `q_offset`, `window`, `kv_starts` or `alibi_slopes`. Methods of sparse
             attention such as MoBA, NSA and Quest choose these blocks.
         kv_block_size: number of keys in a block of `kv_blocks`, a multiple of 16 from 16 to 256
             that divides S. With `page_table` it is a multiple of page_size, and page_size is the
@@ -181,10 +181,10 @@ def flash_decode(
         draft_mask: bool [T, T] or [B, T, T], for trees of drafts in speculative decoding. The query
             of new token t sees new token u, which is key kv_lengths - T + u, only where
             draft_mask[b, t, u] is True. In a tree, these are t and its ancestors. Keys before the
-            new tokens remain visible. For a window and for ALiBi, a draft is at position kv_lengths
-            - T + depth, where depth is the number of other new tokens that it sees; whether it sees
-            itself makes no difference. Rotate its query and key by the same position. `q_offset`
-            must be None.
+            new tokens remain visible. For a window and for ALiBi, a draft is at position
+            kv_lengths - T + depth, where depth is the number of other new tokens that it sees;
+            whether it sees itself makes no difference. Rotate its query and key by the same
+            position. `q_offset` must be None.
         k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. It is one number
             per head [K], per sequence and head [B, K], or with `page_table` per page and head
             [P, K]. None means 1. `append_kv` divides by the same numbers.

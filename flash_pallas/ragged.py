@@ -182,9 +182,9 @@ def ragged_paged_attention(
             means H.
         kv_starts: the first key of each sequence, int32 [S] or a scalar. Earlier keys may hold any
             values. None means 0.
-        window: (left, right), or one int for both: the query at position i sees the keys from i -
-            left on. None means all of them. The window or its left side may be an int32 scalar or
-            [S], which may be traced, as in `flash_decode`.
+        window: (left, right), or one int for both: the query at position i sees the keys from
+            i - left on. None means all of them. The window or its left side may be an int32 scalar
+            or [S], which may be traced, as in `flash_decode`.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: [N] or [S, N]: one additional score per query, without a value.
         alibi_slopes: [N] or [S, N]: slope * |i - j| is subtracted from scores.

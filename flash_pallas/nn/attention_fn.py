@@ -2,7 +2,7 @@
 
 Linen passes only the keywords that it finds in the signature, so a function of **kwargs would
 silently lose the mask. nnx passes a fixed set of keywords without filtering. Hence every keyword of
-either is named here. One that cannot be honoured is refused, never dropped. Both functions live at
+either is named here. One that cannot be honored is refused, never dropped. Both functions live at
 module level, because Flax hashes a module together with its attention_fn: a new lambda or partial
 for each module would be traced again each time.
 """
@@ -81,7 +81,7 @@ def attention_fn(
         [*batch, q_length, heads, v_head_dim] in the dtype of the computation.
 
     Raises:
-        NotImplementedError: an argument cannot be honoured; the message says what to do.
+        NotImplementedError: an argument cannot be honored; the message says what to do.
         ValueError: shapes do not match, or dropout has no key.
     """
     _refuse(
