@@ -392,7 +392,7 @@ def _seeing(sizes: Sizes, options) -> np.ndarray:
 
 
 def _without_rows(rows, found, exact, plain, v) -> str:
-    """Clears these rows [B, T] of three outputs, in place; says what `found` had in them."""
+    """Clears these rows [B, T] of three outputs, in place; returns what `found` had in them."""
     got = found.astype(np.float64)[rows]
     mean = np.asarray(v, np.float64).mean(1)[np.nonzero(rows)[0]]
     told = "something else"

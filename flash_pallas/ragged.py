@@ -202,9 +202,9 @@ def ragged_paged_attention(
 
     Returns:
         o [tokens, N, Hv] in q's dtype. With `return_lse`, the pair of o and lse [N, tokens] in
-        float32 (float64 for float64), the natural logarithm. With `new_k`, one more element
-        follows: the pair (k_pages, v_pages) with the new tokens. The pages are updated in place if
-        they are donated, as in `jax.jit(step, donate_argnums=...)`.
+        float32 (float64 for float64), the natural logarithm. With `new_k`, the pair
+        (k_pages, v_pages) with the new tokens is added at the end. The pages are updated in place
+        if they are donated, as in `jax.jit(step, donate_argnums=...)`.
 
     Raises:
         TypeError: an argument has the wrong kind or dtype.

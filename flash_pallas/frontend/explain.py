@@ -22,7 +22,7 @@ from .dispatch import AnyProblem, Plan
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedCall:
-    """The backend and tiles of one attention call, with reasons against other backends.
+    """The backend and tiles of one attention call, and why not others; `str()` returns a text.
 
     Attributes:
         problem: the shapes of the call.
