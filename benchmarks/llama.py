@@ -1,7 +1,7 @@
 """A Llama-like transformer and its training step, on one device or sharded over a mesh.
 
 It is plain jax: parameters are a dict of float32 arrays whose layers are stacked, activations are
-bfloat16, each layer is rematerialised, and the cross-entropy goes through the tokens chunk by
+bfloat16, each layer is rematerialized, and the cross-entropy goes through the tokens chunk by
 chunk, so that the logits of a long sequence need not fit into memory. AdamW with a clipped norm.
 """
 

@@ -156,7 +156,7 @@ def saved_keys(batch: Batch, page_size: int) -> int:
 
 
 def saves_half(batch: Batch, page_size: int) -> bool:
-    """Says whether steps read at most half as much if they read common leading pages once.
+    """Returns whether steps read at most half as much if they read common leading pages once.
 
     A call that looks for such pages takes more launches, so it has to save more than a little.
     """

@@ -1,4 +1,4 @@
-"""Public functions of attention."""
+"""Public attention functions."""
 
 from __future__ import annotations
 
@@ -89,109 +89,122 @@ def flash_attention(
 ) -> Float[Array, "*B T N Hv"]:
     """Computes exact attention, softmax(scale * q @ k^T) @ v, in memory linear in T and S.
 
-    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differentiable once, in reverse mode, or as
-    `differentiable` says; works under jit, vmap, scan, checkpoint (see `save_attention`) and
-    shard_map, and on arrays that are sharded over batch and heads, each shard where it lies.
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). By default it is differentiable once, in
+    reverse mode; `differentiable` lifts that limit. It works under jit, vmap, scan, checkpoint (see
+    `save_attention`) and shard_map. Arrays may be sharded over batch and heads; each device then
+    computes its own shard.
 
-    The order on a score: scale, + bias, ALiBi, softcap, score_mod; then whatever hides it.
-    A query that sees no key returns zeros, has zero gradients and never makes a NaN; for the mean
-    of `v`, which `jax.nn.dot_product_attention` returns there, see `empty_rows`.
+    A score is modified in this order: scale, + bias, ALiBi, softcap, score_mod. Masking comes last.
+    A query that sees no key returns zeros, has zero gradients and never causes a NaN.
+    `jax.nn.dot_product_attention` returns the mean of `v` there; `empty_rows` does the same.
 
-    Integers may have any integer dtype. A known value that does not fit int32 raises; a traced one
-    is clipped to it, so ids from 2**31 - 1 on are then one document.
+    Integers may have any integer dtype. A known value that does not fit int32 raises an error. A
+    traced one is clipped to the range of int32, so all traced ids from 2**31 - 1 on count as one
+    document.
 
     Args:
-        q: queries [*B, T, N, H], bfloat16, float16, float32 or float64. Any number of leading batch
-            dimensions, none included. Numpy arrays are taken too.
+        q: queries [*B, T, N, H] in bfloat16, float16, float32 or float64. There may be any number
+            of leading batch dimensions, including none. Numpy arrays are accepted.
         k: keys [*B, S, K, H] in q's dtype. N is a multiple of K: query head n reads KV head
-            n // (N // K), which is never repeated in memory (GQA, grouped-query attention).
+            n // (N // K), and KV heads are never repeated in memory (GQA, grouped-query attention).
         v: values [*B, S, K, Hv] in q's dtype.
         causal: the query at position i sees the keys at positions up to and including i.
-        window: (left, right): the query at position i sees the keys at i - left to i + right, both
-            included; None is unbounded, an int is both sides. Keys outside are never loaded. A side
-            may be an integer array, one number or one per batch entry [*B], which may be traced:
-            then one compiled program serves every window. A traced negative number counts as 0.
-        scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        q_offset: position of query 0, where key 0 has position 0. The default None means 0, which
-            aligns the first query with the first key as `jax.nn` does; S - T aligns the last with
-            the last as FlashAttention does. A single causal query of several keys must pass it;
-            several of more keys that do not are placed at 0, with a warning in the log. An int, or
-            integers [*B] (or one), which may be traced and change without recompiling. Positions
-            beyond 2**30 either way raise; those of a jax array are clipped to it.
-        q_positions: integers [*B, T]: position of every query, in place of its index and q_offset.
-            causal, window, ALiBi and the i of mods compare positions, which may be in any order and
-            repeat; dropout still counts indices. No array of [T, S] is made: a block of keys is
-            skipped if its range of positions lies outside what a block of queries sees. Clipped to
-            2**30 either way.
-        kv_positions: integers [*B, S]: the same for keys (the j of mods); None is their index.
-        q_segment_ids: integers [*B, T]. A query sees the keys with its own id; negative ids are
-            padding, which sees and is seen by nothing and may hold anything. Ids need be neither
-            sorted nor contiguous, but blocks of keys are skipped only where they are.
-        kv_segment_ids: integers [*B, S], the same for keys; given together with q_segment_ids.
-        q_lengths: integers [*B] or one: queries from there on see nothing and may hold anything.
-        kv_lengths: integers [*B] or one: keys from there on are hidden and may hold anything. Both
-            are an error where they are computed and negative or beyond the arrays, else clipped.
-        bias: added to the scaled scores, any float dtype, [*B, N, T, S], where each axis is full or
-            1; float64 is cast to float32 unless q is float64. Where it is -inf it hides the key,
-            under a softcap and a score_mod too. Its gradient has its own shape: the kernel itself
-            sums over broadcast axes, but not over those of vmap: a bias that members share is
-            repeated if its gradient is wanted.
-        mask: bool of the same shapes, True is visible.
+        window: (left, right): the query at position i sees the keys from i - left to i + right,
+            both included. None means unbounded, and a single int applies to both sides. Keys
+            outside the window are never loaded. A side may also be an integer array, either one
+            number or one per batch entry [*B]. It may be traced, so that one compiled program
+            serves every window. A traced negative number counts as 0.
+        scale: factor of the scores, a Python number; None is 1 / sqrt(H).
+        q_offset: position of query 0, where key 0 has position 0. It is an int, or an integer array
+            [] or [*B], which may be traced and may change without recompiling. The default None
+            means 0: the first query is aligned with the first key, as in `jax.nn`. S - T aligns the
+            last query with the last key, as FlashAttention does. A single causal query of several
+            keys must pass q_offset. If several causal queries with more keys than queries do not
+            pass it, they start at position 0, and a warning is logged. Positions beyond 2**30 in
+            either direction raise an error; those in a jax array are clipped instead.
+        q_positions: integers [*B, T]: the position of every query, which replaces its index plus
+            q_offset. causal, window, ALiBi and the i of mods compare positions, which may be in any
+            order and may repeat. Dropout still counts indices. No array of [T, S] is formed. A
+            block of keys is skipped if its range of positions lies outside what a block of queries
+            sees. Positions are clipped to 2**30 in either direction.
+        kv_positions: integers [*B, S]: the position of every key (the j of mods). None means its
+            index.
+        q_segment_ids: integers [*B, T]. A query sees the keys with its own id. A negative id marks
+            padding, which neither sees nor is seen, and may hold any values. Ids need not be sorted
+            or contiguous, but blocks of keys are skipped only where they are.
+        kv_segment_ids: integers [*B, S]: the ids of the keys. Must be given together with
+            q_segment_ids.
+        q_lengths: number of queries, as integers [*B] or one integer. Later queries see nothing and
+            may hold any values.
+        kv_lengths: number of keys, as integers [*B] or one integer. Later keys are hidden and may
+            hold any values. Both kinds of length raise an error if their values are known and
+            negative or beyond the arrays; otherwise they are clipped.
+        bias: floats [*B, N, T, S] that are added to the scaled scores; each axis is full or 1.
+            float64 is cast to float32 unless q is float64. A bias of -inf hides the key, even with
+            a softcap or a score_mod. The gradient has the bias's own shape. The kernel itself sums
+            it over broadcast axes, but not over axes of vmap: a bias shared by the members of a
+            vmap is repeated if its gradient is needed.
+        mask: bool of the same shapes as bias; True means visible.
         softcap: scores become softcap * tanh(scores / softcap).
         alibi_slopes: [N] or [*B, N]: slope * |i - j| is subtracted from scores
             (https://arxiv.org/abs/2108.12409). Differentiable.
-        sinks: [N] or [*B, N]: a further score of every query (https://arxiv.org/abs/2309.17453),
-            without a value. It counts in the log-sum-exp, which equals it if no key is seen.
-            Differentiable. A sink of -inf is none; one of +inf counts as 1e30, which leaves no
-            weight to the keys.
-        dropout_rate: share of the weights that is dropped, in [0, 1), rounded to 2^-15 parts; the
-            others are divided by the share that is kept.
-        dropout_seed: an int, integer array or key of jax.random; may be traced. The dropout mask
-            depends on it, batch entry, head and positions alone: not on backend, tiles or vmap, nor
-            on the type of a number: 3, np.int64(3) and a traced jnp.uint32(3) are one seed.
-        broadcast_dropout: share the dropout mask between all batch entries and heads.
+        sinks: [N] or [*B, N]: one additional score per query, without a value
+            (https://arxiv.org/abs/2309.17453). It counts in the log-sum-exp, and is the log-sum-exp
+            of a query that sees no key. Differentiable. A sink of -inf has no effect; one of +inf
+            counts as 1e30, which leaves no weight for the keys.
+        dropout_rate: fraction of the weights that is dropped, in [0, 1), rounded to a multiple of
+            2^-15. The other weights are divided by the fraction that is kept.
+        dropout_seed: an int, an integer array or a key of jax.random; may be traced. The dropout
+            mask depends only on the seed, the batch entry, the head and the positions of query and
+            key, and not on backend, tiles or vmap. The type of a number makes no difference: 3,
+            np.int64(3) and a traced jnp.uint32(3) are the same seed.
+        broadcast_dropout: use one dropout mask for all batch entries and heads.
         shard_axes: inside `jax.shard_map`, the mesh axes that shard the first batch dimension and
-            the heads, each a name, a tuple or None: with them, dropout and the b and n of mods
-            count in the whole arrays.
-        score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: entry of the flattened
-            batch, query head, positions. It may capture arrays, differentiable, indexed by b and n.
-            Numbers of 64 bits become such of 32, unless q is float64.
-        mask_mod: (b, n, i, j) -> bool, of the same kind; True is visible. It may also index arrays
-            of integers or bools by b and i, or by b and j, as ids of documents.
-        block_mask: a `BlockMask`: blocks that it leaves empty cost nothing, forward and backward.
-            Everything else that hides keys does so besides. The i and j of a mask_mod that it was
-            made from count from 0, so with one q_offset and positions must be left out.
-        empty_rows: what a query that sees no key returns: "zero", or "mean", the mean of all S
-            values, hidden ones and padding included, as in jax.nn and keras; a NaN or infinity in
-            padding counts as 0. Its log-sum-exp is -inf in any case. Queries that are padding
-            return zeros. With `sinks` a query sees its sink, and returns zeros.
-        deterministic: gradients must be bit-identical from run to run, at some cost in speed.
-        precision: precision of float32 matmuls, a name or a jax.lax.Precision. "highest" is full
-            float32, which hopper refuses. "high", which None means, is three matmuls of bfloat16
-            parts on hopper, each right to 2^-15 (2^-18 in the root mean square), and full float32
-            on xla. "default" is the same as "high" on hopper, and what XLA does (TF32 on GPUs) on
-            xla.
-        differentiable: "reverse", once, as jax.grad and jax.vjp do; or "any", which has forward
-            mode (jax.jvp, jax.jacfwd) and derivatives of every order (jax.hessian, gradients of
-            gradients) besides. With "any" the gradient runs the same kernels. hopper and portable
-            have kernels for tangents too, and hopper for most Hessian-vector products; the rest is
-            blockwise jnp: slower, in memory linear in T and S. `explain` says which. Attention is
-            linear in v, but `jax.linear_transpose` has no rule for it: take `jax.vjp`, or with
-            "any" transpose the function that `jax.linearize` returns.
-        backend: "auto" takes the fastest that can run the call; "hopper", "cudnn", "portable" or
-            "xla" takes this one or raises. "auto" chooses for the device that the arrays were put
-            on, or `jax.default_device`; for other devices than the default ones, under jit say
-            "xla".
-        blocks: tile sizes to use instead of the tuned ones, by field name; see `explain`.
+            the heads. Each is a name, a tuple of names or None. Dropout and the b and n of mods
+            then use indices of the whole arrays.
+        score_mod: (score, b, n, i, j) -> score, elementwise JAX on scalars: the score, the index in
+            the flattened batch, the query head, and the positions of query and key. It may capture
+            arrays indexed by b and n, which are differentiable. 64-bit numbers are converted to 32
+            bits unless q is float64.
+        mask_mod: (b, n, i, j) -> bool, written like a score_mod; True means visible. It may also
+            index arrays of integers or bools, such as document ids, by b and i or by b and j.
+        block_mask: a `BlockMask`. Its empty blocks cost nothing, forward and backward. All other
+            masks of the call apply as well. If it was made from a mask_mod, the i and j of that
+            function count from 0, so q_offset and positions must be left out.
+        empty_rows: what a query that sees no key returns. "zero" returns zeros. "mean" returns the
+            mean of all S values, including hidden values and padding, as in jax.nn and keras; a NaN
+            or infinity in padding counts as 0. The log-sum-exp is -inf in both cases. Queries that
+            are padding return zeros. With `sinks`, a query sees its sink and therefore returns
+            zeros.
+        deterministic: make gradients bit-identical from run to run, at some cost in speed.
+        precision: precision of float32 matmuls, as a name or a jax.lax.Precision. "highest" is full
+            float32, which hopper refuses. None means "high". On hopper, "high" is three matmuls of
+            bfloat16 parts, each accurate to 2^-15 (2^-18 in the root mean square); on xla it is
+            full float32. "default" is the same as "high" on hopper; on xla it is XLA's default
+            (TF32 on GPUs).
+        differentiable: "reverse" allows one derivative in reverse mode, as jax.grad and jax.vjp
+            compute it. "any" adds forward mode (jax.jvp, jax.jacfwd) and derivatives of every order
+            (jax.hessian, gradients of gradients). The gradient itself runs the same kernels with
+            both. hopper and portable also have kernels for tangents, and hopper has one for most
+            Hessian-vector products. Everything else runs in blockwise jnp, which is slower, with
+            memory linear in T and S. `explain` reports which one runs. Attention is linear in v,
+            but `jax.linear_transpose` has no rule for it: use `jax.vjp`, or with "any" transpose
+            the function that `jax.linearize` returns.
+        backend: "auto" takes the fastest backend that can run the call. "hopper", "cudnn",
+            "portable" or "xla" takes that backend, or raises. "auto" chooses for the device that
+            holds the arrays, or for `jax.default_device`. Under jit for a device other than the
+            default one, pass "xla".
+        blocks: tile sizes by field name, to use instead of the tuned ones; see `explain`.
 
     Returns:
-        o [*B, T, N, Hv] in q's dtype. Sums are float32 inside (float64 for float64).
+        o [*B, T, N, Hv] in q's dtype. Sums are accumulated in float32 (float64 for float64).
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit, a value out of range, a sharded sequence axis.
-        UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
-        NotImplementedError: a dtype that no backend takes; a second derivative.
+        TypeError: an argument has the wrong kind or dtype.
+        ValueError: shapes do not match, a value is out of range, or a sequence axis is sharded.
+        UnsupportedByBackend: the named backend cannot run this call; the message gives the reason.
+        NotImplementedError: no backend supports the dtype, or a second derivative is taken without
+            `differentiable="any"`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -238,24 +251,26 @@ def flash_attention_with_lse(
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"]]:
     """Computes `flash_attention`, and the log-sum-exp (LSE) of the scores of every query.
 
-    FlashAttention-2, section 3.1.1 (https://arxiv.org/abs/2307.08691). With it, attention over
-    parts of the keys can be merged into attention over all. Both outputs are differentiable.
+    FlashAttention-2, section 3.1.1 (https://arxiv.org/abs/2307.08691). The LSE lets you merge
+    attention over parts of the keys into attention over all of them. Both outputs are
+    differentiable.
 
     Args:
         q: as in `flash_attention`, as are all the others.
         k: keys.
         v: values.
-        backend: name of the implementation.
+        backend: name of the backend.
         blocks: tile sizes.
         **options: every other argument of `flash_attention`.
 
     Returns:
-        o [*B, T, N, Hv] in q's dtype, and lse [*B, N, T] in float32 (float64 for float64), the
-        natural logarithm; -inf for a query that sees no key. With `sinks`, such a query and one
-        that a negative id makes padding have their sink; one beyond `q_lengths` has -inf.
+        o [*B, T, N, Hv] in q's dtype, and lse [*B, N, T] in float32 (float64 for float64). lse is
+        the natural logarithm, and -inf for a query that sees no key. With `sinks`, it is the sink
+        for such a query and for one that a negative id marks as padding, but -inf for a query
+        beyond `q_lengths`.
 
     Raises:
-        TypeError: and others, as `flash_attention` lists them.
+        Exception: the same exceptions as `flash_attention`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -273,24 +288,25 @@ def flash_attention_with_max_logit(
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B N T"], Float[Array, "*B N T"]]:
     """Computes `flash_attention_with_lse`, and the largest visible logit of every query.
 
-    For QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534, section 2.1), which wants its maximum
-    over queries and batch, as in `max_logit.max((0, 2))`. The kernel has the number anyway.
+    QK-clip (Kimi K2, https://arxiv.org/abs/2507.20534, section 2.1) needs the maximum of max_logit
+    over queries and batch, as in `max_logit.max((0, 2))`. The kernel computes the largest logit of
+    each query anyway.
 
     Args:
         q: as in `flash_attention`, as are all the others.
         k: keys.
         v: values.
-        backend: name of the implementation.
+        backend: name of the backend.
         blocks: tile sizes.
         **options: every other argument of `flash_attention`.
 
     Returns:
-        o and lse of `flash_attention_with_lse`, and max_logit [*B, N, T] in the dtype of lse, after
-        bias, softcap and score_mod, sinks left out; -inf for a query that sees no key. It is not
-        differentiated.
+        o and lse as from `flash_attention_with_lse`, and max_logit [*B, N, T] in the dtype of lse:
+        the largest logit after bias, softcap and score_mod, without sinks. It is -inf for a query
+        that sees no key, and has no gradient.
 
     Raises:
-        TypeError: and others, as `flash_attention` lists them.
+        Exception: the same exceptions as `flash_attention`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -392,45 +408,46 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """Computes `flash_attention` with the signature of `jax.nn.dot_product_attention`.
 
-    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Differences from `jax.nn`:
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). It differs from `jax.nn` as follows:
 
-    - a query that sees no key has a log-sum-exp of -inf, not of about -2.4e38. It returns the mean
-      of `value` as in `jax.nn`, and beyond `query_seq_lengths` zeros;
-    - derivatives are one reverse pass; `jax.nn` has forward mode and higher orders, as
-      `flash_attention` has with `differentiable="any"`;
-    - `scale` is static, and `jax.nn` takes a traced one: multiply `query` by it;
-    - matmuls of float32 arrays are not TF32, see `precision` of `flash_attention`;
-    - lengths are known while tracing: there is no export with symbolic shapes;
-    - a sequence axis that is sharded is refused, and no device gathers it;
-    - `implementation` names other choices; "cudnn" runs cuDNN through `jax.nn`, where it keeps what
-      is said here.
+    - A query that sees no key has a log-sum-exp of -inf, not of about -2.4e38. Its output is the
+      mean of `value`, as in `jax.nn`; queries beyond `query_seq_lengths` return zeros.
+    - Only one derivative in reverse mode is supported. `jax.nn` also has forward mode and higher
+      orders; so does `flash_attention` with `differentiable="any"`.
+    - `scale` must be static. For a traced scale, which `jax.nn` accepts, multiply `query` by it.
+    - Matmuls of float32 arrays do not use TF32; see `precision` of `flash_attention`.
+    - Array lengths must be known while tracing, so there is no export with symbolic lengths.
+    - A sharded sequence axis is refused instead of being gathered.
+    - `implementation` has other choices. "cudnn" runs cuDNN through `jax.nn`, and only for calls
+      where it keeps the rules above.
 
-    Like `jax.nn`, `is_causal` counts queries and keys from the start of both: a single query of a
-    longer cache sees key 0 alone. For decoding see `q_offset` of `flash_attention`.
+    As in `jax.nn`, `is_causal` counts queries and keys from the start of both, so a single query
+    with a longer cache sees only key 0. For decoding, see `q_offset` of `flash_attention`.
 
     Args:
         query: [*B, T, N, H], or [T, N, H].
         key: [*B, S, K, H]; N is a multiple of K.
         value: [*B, S, K, Hv]; unlike in `jax.nn`, Hv may differ from H.
-        bias: added to the scaled scores; [*B, N, T, S], each axis full or 1; leading axes may be
-            left out. With [T, N, H] arrays it may also have a batch of 1, as in `jax.nn`.
-        mask: bool of the same shapes, True is visible.
-        scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
+        bias: added to the scaled scores. Its shape is [*B, N, T, S], where each axis is full or 1
+            and leading axes may be omitted. With [T, N, H] arrays it may also have a batch axis of
+            1, as in `jax.nn`.
+        mask: bool of the same shapes as bias; True means visible.
+        scale: factor of the scores, a Python number; None is 1 / sqrt(H).
         is_causal: query i sees the keys up to and including i.
-        query_seq_lengths: [B], or one for all; queries from there on return zeros.
-        key_value_seq_lengths: [B], or one for all; keys from there on are hidden.
-        local_window_size: (left, right), both included, or an int for both.
+        query_seq_lengths: number of queries, [B] or one for all; later queries return zeros.
+        key_value_seq_lengths: number of keys, [B] or one for all; later keys are hidden.
+        local_window_size: (left, right), both included, or one int for both.
         implementation: None, or `backend` of `flash_attention`: "auto", "hopper", "cudnn",
             "portable" or "xla".
-        return_residual: also return the log-sum-exp, without a gradient and in `key`'s dtype as
-            `jax.nn` does; `flash_attention_with_lse` has it in float32 and differentiable.
+        return_residual: also return the log-sum-exp, in `key`'s dtype and without a gradient, as
+            `jax.nn` does. `flash_attention_with_lse` returns it in float32 and differentiable.
 
     Returns:
-        o [*B, T, N, Hv] in query's dtype; with `return_residual` the pair of o and the natural
-        log-sum-exp [*B, T, N] in key's dtype, heads last as in `jax.nn`.
+        o [*B, T, N, Hv] in query's dtype. With `return_residual`, the pair of o and the natural
+        log-sum-exp [*B, T, N] in key's dtype; heads are last, as in `jax.nn`.
 
     Raises:
-        TypeError: and others, as `flash_attention` lists them.
+        Exception: the same exceptions as `flash_attention`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""KV caches, contiguous or in pages: new tokens go in, page tables are checked."""
+"""KV caches, contiguous or in pages: appending new tokens and checking page tables."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .typing import AnyArray, Array, Float, Int, Integer, Values
 
 
 class KVCache(NamedTuple, Generic[Values]):  # noqa: UP046, as its parameter has a default
-    """Keys and values of the tokens so far; a tuple of the first three will do in its place.
+    """Keys and values of the tokens so far. A tuple (k, v, lengths) may be used in its place.
 
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H].
-        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv]. None: they are the first columns of
-            k, as `v_head_dim` of `flash_decode` says (multi-head latent attention). The type of
-            such a cache is KVCache[None].
-        lengths: int32 [B], number of tokens of each sequence, padding on the left included.
-        starts: int32 [B], number of tokens on the left that are padding, which `flash_decode` is to
-            hide: pass them as its `kv_starts`. None is no padding.
+        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv]. None means that the values are the
+            first columns of k, as `v_head_dim` of `flash_decode` says (multi-head latent
+            attention). The type of such a cache is KVCache[None].
+        lengths: int32 [B], number of tokens of each sequence, including padding on the left.
+        starts: int32 [B], number of padding tokens on the left. Pass it to `flash_decode` as
+            `kv_starts`, which hides them. None means no padding.
     """
 
     k: Array
@@ -81,9 +81,9 @@ class KVCache(NamedTuple, Generic[Values]):  # noqa: UP046, as its parameter has
         starts: Int[Array, " B"] | None = None,
         shared: bool = False,
     ) -> KVCache[Any]:
-        """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet.
+        """Makes an empty contiguous cache with room for `length` tokens of each sequence.
 
-        With `shared` the values are columns of the keys, and v is None.
+        With `shared`, the values are columns of the keys, and v is None.
         """
         shape = batch, length, kv_heads, head_dim
         for name, size in zip(("batch", "length", "kv_heads", "head_dim"), shape, strict=True):
@@ -102,7 +102,7 @@ SHOWN = 16
 
 
 def readable(cache: Any) -> str:
-    """Returns the text of a cache: arrays by dtype and shape, lengths by their values."""
+    """Returns a cache as text: arrays by dtype and shape, lengths by their values."""
     fields = (f"{name}={_shown(x)}" for name, x in zip(cache._fields, cache, strict=True))
     return f"{type(cache).__name__}({', '.join(fields)})"
 
@@ -127,43 +127,44 @@ def append_kv[V: Array | None](
     v_scale: Float[AnyArray, "*#rows K"] | None = None,
     rope_theta: float | None = None,
 ) -> KVCache[V]:
-    """Appends T more tokens to every sequence of a cache, each after its own last one.
+    """Appends T new tokens to every sequence of a cache, each sequence at its own end.
 
-    Functional; in place where the cache is donated, as in `jax.jit(step, donate_argnums=...)`.
+    The function is pure. The cache is updated in place if it is donated, as in
+    `jax.jit(step, donate_argnums=...)`.
 
-    Nothing is written beyond the room of a sequence (S, or max_pages * page_size) and nothing wraps
-    around. Where all numbers are computed, tokens without room raise an error. Under jit they are
-    dropped, and the length counts them all the same: `flash_decode` takes the position of a query
-    from it, so the tokens that found room get what they would get in a longer cache. Tokens whose
-    page has an id out of range are dropped and count, too; `check_pages` finds such ids before. Two
-    sequences that share a page must not both write to it: copy it first.
+    Nothing is written beyond the room of a sequence (S, or max_pages * page_size), and nothing
+    wraps around. If all numbers are known, tokens without room raise an error. Under jit they are
+    dropped, but the length still counts them, because `flash_decode` derives the position of a
+    query from it. So the tokens that found room get the same results as in a longer cache. Tokens
+    whose page id is out of range are also dropped and counted; `check_pages` finds such ids
+    beforehand. Two sequences that share a page must not both write to it: copy the page first.
 
     Args:
         cache: keys, values and lengths; see `KVCache`.
-        k: keys [B, T, K, H] of the new tokens, in the cache's dtype, or in any float dtype where
-            there is a `k_scale`; any T.
+        k: keys [B, T, K, H] of the new tokens, for any T. They are in the cache's dtype, or with
+            `k_scale` in any float dtype.
         v: values [B, T, K, Hv], of the same dtypes; None for a cache whose v is None.
-        new_lengths: int32 [B]: the number of the T tokens, from the first on, that are real; the
-            others are padding that is not written, as in prompts of different lengths. None is all
-            of them. At most T; under jit clipped to [0, T].
-        page_table: int32 [B, max_pages], for a cache of pages: token j of sequence b goes to row
-            j % page_size of page page_table[b, j // page_size].
-        k_scale: for a cache in float8_e4m3fn or int8: keys are divided by it, rounded, and clipped
-            to what the dtype holds (int8: 127 either way); a scale of 0 gives 0. Shapes as in
-            `flash_decode`: [K], [B, K], or for pages [P, K].
+        new_lengths: int32 [B]: how many of the T tokens, counted from the first, are real. The
+            others are padding and are not written, as for prompts of different lengths. None means
+            all of them. At most T; under jit it is clipped to [0, T].
+        page_table: int32 [B, max_pages], for a cache of pages: token j of sequence b goes to row j
+            % page_size of page page_table[b, j // page_size].
+        k_scale: for a cache in float8_e4m3fn or int8. Keys are divided by it, rounded, and clipped
+            to the range of the dtype (for int8, 127 in either direction); a scale of 0 gives 0.
+            Shapes are as in `flash_decode`: [K], [B, K], or for pages [P, K].
         v_scale: the same for the values.
-        rope_theta: base of a rotary embedding: keys are rotated by their positions in the sequence,
-            as `apply_rope` does, before they are stored; rotate the queries by theirs. The first
-            token after `cache.starts` has position 0. None is no rotation.
+        rope_theta: base of a rotary embedding. Before keys are stored, they are rotated by their
+            positions in the sequence, as `apply_rope` does; rotate the queries by their positions
+            too. The first token after `cache.starts` has position 0. None means no rotation.
 
     Returns:
-        A `KVCache` of the same shapes and dtypes; starts as they were. Lengths are int32, the
-        number of tokens that each sequence has had, those without room included.
+        A `KVCache` of the same shapes and dtypes, with starts unchanged. Its lengths are int32 and
+        count all tokens that each sequence has received, including those without room.
 
     Raises:
-        TypeError: no cache, no array, or another dtype than the cache's.
-        ValueError: shapes that do not fit together; computed lengths, starts or new_lengths that
-            are negative or beyond the room.
+        TypeError: an argument is not a cache or an array, or its dtype differs from the cache's.
+        ValueError: shapes do not match, or known lengths, starts or new_lengths are negative or
+            beyond the room.
 
     Example:
         >>> import jax.numpy as jnp
@@ -220,16 +221,16 @@ def check_fits(
     name: str = "cache.lengths",
     way_out: str = LONGER,
 ) -> None:
-    """Checks the numbers of a cache and of new tokens, those that are computed.
+    """Checks the lengths of a cache and of new tokens, as far as their values are known.
 
     Args:
-        room: number of tokens of a sequence that there is room for.
-        count: number of new tokens, padding included.
-        lengths: number of tokens of each sequence before.
-        starts: the first token of each sequence that is no padding, or None.
-        new_lengths: how many of the new tokens are real; None: all.
-        name: what the caller calls the lengths.
-        way_out: what to do where there is too little room.
+        room: number of tokens for which a sequence has room.
+        count: number of new tokens, including padding.
+        lengths: number of tokens of each sequence before the call.
+        starts: the first token of each sequence that is not padding, or None.
+        new_lengths: number of new tokens that are real; None means all.
+        name: name that the caller uses for the lengths.
+        way_out: advice to give if there is too little room.
 
     Raises:
         ValueError: a number is negative or beyond the room, or there are more tokens than room.
@@ -252,7 +253,7 @@ def check_fits(
 
 
 class RaggedKVOptions(TypedDict, total=False):
-    """Arguments of `append_ragged_kv` that say where tokens go, and the scales."""
+    """Arguments of `append_ragged_kv` for the places of tokens and for scales."""
 
     kv_lengths: Required[Int[AnyArray, " S"]]
     page_table: Required[Int[AnyArray, "S max_pages"]]
@@ -290,24 +291,23 @@ def append_ragged_kv(
 ) -> tuple[Array, Array | None]:
     """Writes the packed new tokens of all sequences into their pages.
 
-    `ragged_paged_attention` does so itself where it gets them as `new_k` and `new_v`. Functional;
-    in place where the pages are donated.
+    `ragged_paged_attention` does this itself if it gets the tokens as `new_k` and `new_v`. The
+    function is pure; the pages are updated in place if they are donated.
 
-    Row cu_q_lens[s] + t of k and v is token t of the new ones of sequence s, of which the last
-    becomes key kv_lengths[s] - 1. Rows of no sequence are padding and are dropped, as are tokens
-    beyond the room of a sequence or before its first key, and those whose page has an id out of
-    range. Two sequences that share a page must not both write to it: copy it first.
+    Row cu_q_lens[s] + t of k and v is new token t of sequence s. The last new token of a sequence
+    becomes key kv_lengths[s] - 1. These tokens are dropped: rows of no sequence (padding), tokens
+    beyond the room of a sequence or before its first key, and tokens whose page id is out of range.
+    Two sequences that share a page must not both write to it: copy the page first.
 
     Args:
-        pages: (keys [P, page_size, K, H], values [P, page_size, K, Hv]); None for the values where
+        pages: (keys [P, page_size, K, H], values [P, page_size, K, Hv]). The values are None if
             they are columns of the keys.
-        k: keys [tokens, K, H] in the pages' dtype, or in any float dtype where there is a
-            `k_scale`.
-        v: values [tokens, K, Hv], of the same dtypes; None where the pages have none.
-        kv_lengths: int32 [S]: number of keys of each sequence, its new tokens included.
+        k: keys [tokens, K, H], in the pages' dtype, or with `k_scale` in any float dtype.
+        v: values [tokens, K, Hv], of the same dtypes; None if the pages have no values.
+        kv_lengths: int32 [S]: number of keys of each sequence, including its new tokens.
         page_table: int32 [S, max_pages], as in `ragged_paged_attention`.
-        cu_q_lens: int32 [S + 1], likewise.
-        num_seqs: number of sequences, likewise.
+        cu_q_lens: int32 [S + 1], as in `ragged_paged_attention`.
+        num_seqs: number of sequences in use, as in `ragged_paged_attention`.
         k_scale: for pages in float8_e4m3fn or int8, as in `append_kv`: [K], or [P, K].
         v_scale: the same for the values.
 
@@ -315,8 +315,8 @@ def append_ragged_kv(
         The pair of pages, of the same shapes and dtypes.
 
     Raises:
-        TypeError: no array, or another dtype than the pages'.
-        ValueError: shapes that do not fit together, or known integers out of range.
+        TypeError: an argument is not an array, or its dtype differs from the pages'.
+        ValueError: shapes do not match, or known integers are out of range.
 
     Example:
         >>> import jax.numpy as jnp
@@ -334,13 +334,13 @@ def append_ragged_kv(
 
 
 def append_packed(pages, new, a: RaggedArguments, names: dict[str, tuple[str, str]]):
-    """Computes `append_ragged_kv` of arguments that have other names there.
+    """Computes `append_ragged_kv` for callers whose arguments have other names.
 
     Args:
         pages: (keys, values or None), arrays of rank 4.
         new: (keys, values or None) of the new tokens.
-        a: says where they go, and has the scales.
-        names: by "k" and "v", the names of the new array and of the pages, for messages.
+        a: places of the tokens, and scales.
+        names: for "k" and "v", the names of the new array and of the pages, for messages.
 
     Returns:
         The pair of pages.
@@ -379,7 +379,7 @@ _PAGES = {"k": ("k", "pages[0]"), "v": ("v", "pages[1]")}
 
 
 def _check_values(pages, v, names: tuple[str, str]):
-    """Checks that there are new values where there are pages of them."""
+    """Checks that new values are given exactly if there are pages of values."""
     if (pages is None) == (v is None):
         return
     new_name, old_name = names
@@ -397,23 +397,23 @@ def _check_values(pages, v, names: tuple[str, str]):
 def gather_pages(
     pages: Float[AnyArray, "P page_size K H"], page_table: Int[AnyArray, "B max_pages"]
 ) -> Float[Array, "B S K H"]:
-    """Gathers every sequence's keys or values from its pages into a contiguous copy.
+    """Gathers the keys or values of every sequence from its pages into a contiguous copy.
 
-    S = max_pages * page_size. For more new tokens than `flash_decode` takes, such as a prompt that
-    continues an earlier one: `flash_attention(q, gather_pages(k, table), gather_pages(v, table),
-    causal=True, q_offset=..., kv_lengths=...)`. Many queries read a key often, so the copy costs
-    little next to them.
+    S = max_pages * page_size. Use it for more new tokens than `flash_decode` takes, such as a
+    prompt that continues an earlier one: `flash_attention(q, gather_pages(k, table),
+    gather_pages(v, table), causal=True, q_offset=..., kv_lengths=...)`. Since many queries read
+    each key, the copy costs little in comparison.
 
     Args:
         pages: [P, page_size, K, H].
         page_table: int32 [B, max_pages]; ids out of range are clipped.
 
     Returns:
-        [B, max_pages * page_size, K, H]; beyond a sequence's length there may be anything.
+        [B, max_pages * page_size, K, H]. Beyond a sequence's length, it may hold any values.
 
     Raises:
-        TypeError: no integers.
-        ValueError: shapes of the wrong rank.
+        TypeError: page_table does not hold integers.
+        ValueError: an array has the wrong rank.
 
     Example:
         >>> import jax.numpy as jnp
@@ -437,10 +437,10 @@ def check_pages(
     num_pages: int,
     page_size: int,
 ) -> None:
-    """Checks that every key of every sequence lies in a page that exists. Not under jit.
+    """Checks that every key of every sequence lies in an existing page. Does not work under jit.
 
-    `flash_decode` cannot look at values: it clips lengths and page ids and computes something.
-    This looks, on the host, and waits for the arrays to be computed.
+    `flash_decode` cannot look at values. It clips lengths and page ids, and computes a result with
+    them. This function checks the values on the host, and waits for the arrays to be computed.
 
     Args:
         page_table: ints [B, max_pages].
@@ -449,9 +449,10 @@ def check_pages(
         page_size: number of keys of a page.
 
     Raises:
-        ValueError: a length is negative or more than max_pages * page_size, or a page id that a
-            length reaches is not in [0, num_pages). Others are never read and may be anything.
-        TypeError: traced or not integers.
+        ValueError: a length is negative or more than max_pages * page_size, or a page id within a
+            sequence's length is not in [0, num_pages). Other page ids are never read and may have
+            any value.
+        TypeError: an array is traced or does not hold integers.
 
     Example:
         >>> from flash_pallas import check_pages

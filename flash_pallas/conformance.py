@@ -3,8 +3,8 @@
     python -m flash_pallas.conformance jax.nn:dot_product_attention --with implementation=xla
 
 The function takes (q, k, v, ...) in the layout [B, T, N, H], as `flash_attention` and
-`jax.nn.dot_product_attention` do. Its signature tells which options it has, under our names or
-under those of other libraries. Output and gradients are compared with the oracle in float64.
+`jax.nn.dot_product_attention` do. Its signature shows which options it has, under the names of this
+package or of other libraries. Output and gradients are compared with the oracle in float64.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ class Case:
     """One call of an attention function.
 
     Attributes:
-        name: what it tries.
-        options: arguments by their names in `flash_attention`; a function draws an array.
-        sizes: of q, k and v.
-        dtype: of q, k and v; None is that of the run.
-        changed: (q, k, v) -> (q, k, v) in numpy, applied to what was drawn.
-        empty_rows: some queries see no key, or lie beyond their length. Libraries differ in what
-            these return, which is told and not compared.
+        name: the feature that it tests.
+        options: arguments, by their names in `flash_attention`. A function as a value draws an
+            array.
+        sizes: the sizes of q, k and v.
+        dtype: the dtype of q, k and v; None means that of the run.
+        changed: (q, k, v) -> (q, k, v) in numpy, applied to the arrays that were drawn.
+        empty_rows: whether some queries see no key or lie beyond their length. Libraries return
+            different values there, which are reported and not compared.
     """
 
     name: str
@@ -82,9 +83,10 @@ class Verdict:
     Attributes:
         case: name of the case.
         verdict: RIGHT, WRONG, REFUSED or NOT_OFFERED.
-        detail: the result that was furthest off, the error's first line, or the missing options.
+        detail: the result with the largest error, the first line of the exception, or the missing
+            options.
         error: largest error of that result.
-        allowed: largest error that is right.
+        allowed: largest error that counts as right.
     """
 
     case: str
@@ -133,7 +135,7 @@ def _blind_rows(rng, sizes):
 
 
 def _lengths(least: int, axis: str) -> Recipe:
-    """Draws [B] lengths, one of them whole."""
+    """Draws lengths [B], one of which is the whole length."""
     return lambda rng, sizes: np.asarray([getattr(sizes, axis), least], np.int32)[: sizes.B]
 
 
@@ -208,20 +210,22 @@ def check(
     dtype: str | None = None,
     **fixed: Any,
 ) -> Iterator[Verdict]:
-    """Yields what `function` does with each case.
+    """Yields a verdict on what `function` does with each case.
 
-    A result is right if its largest error, against the oracle in float64, is at most twice that of
-    plain `jnp` attention in the same dtype for the output, three times for gradients, and what one
-    rounding of the largest element and one of the largest logit make.
+    A result is right if its largest error, measured against the oracle in float64, stays within a
+    bound. The bound is twice (for the output) or three times (for gradients) the error of plain
+    `jnp` attention in the same dtype, plus the effect of rounding the largest element and the
+    largest logit once.
 
     Args:
-        function: (q, k, v, ...) -> o, or a tuple whose first is o; q is [B, T, N, H] or [T, N, H].
-        cases: from CASES.
-        dtype: of the cases that have none of their own; None is float32, on a GPU bfloat16.
-        **fixed: further arguments of every call, by the function's names.
+        function: (q, k, v, ...) -> o, or a tuple whose first element is o; q is [B, T, N, H] or
+            [T, N, H].
+        cases: cases from CASES.
+        dtype: dtype of cases that have none of their own. None means float32, or bfloat16 on a GPU.
+        **fixed: further arguments of every call, by the function's own names.
 
     Yields:
-        A `Verdict` for each case, in their order.
+        A `Verdict` for each case, in the order of the cases.
 
     Example:
         >>> import jax
@@ -373,7 +377,7 @@ def _plain(q, k, v, **options):
 
 
 def _misshapen(found, arrays) -> str:
-    """Says which result has another shape or dtype than it should, if one has."""
+    """Returns a message about a result with the wrong shape or dtype, if there is one."""
     for name, x in (("o", arrays["q"]), ("dq", arrays["q"]), ("dk", arrays["k"])):
         if found[name].shape != x.shape or found[name].dtype != x.dtype:
             got = f"{found[name].dtype}{list(found[name].shape)}"
@@ -388,7 +392,7 @@ def _seeing(sizes: Sizes, options) -> np.ndarray:
 
 
 def _without_rows(rows, found, exact, plain, v) -> str:
-    """Clears these rows [B, T] of three outputs, in place; says what `found` had in them."""
+    """Clears these rows [B, T] of three outputs, in place; returns what `found` had in them."""
     got = found.astype(np.float64)[rows]
     mean = np.asarray(v, np.float64).mean(1)[np.nonzero(rows)[0]]
     told = "something else"

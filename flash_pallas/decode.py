@@ -1,4 +1,4 @@
-"""Public functions of decoding: attention of a few new tokens to a KV cache."""
+"""Public functions for decoding: attention of a few new tokens to a KV cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .typing import (
 
 
 class DecodeOptions(TypedDict, total=False):
-    """Arguments of `flash_decode` that have no influence on the type of its result."""
+    """Arguments of `flash_decode` that do not affect the type of its result."""
 
     v_head_dim: int | None
     kv_lengths: Integer | Int[AnyArray, "*#B"] | None
@@ -110,91 +110,102 @@ def flash_decode(
 ) -> Array | tuple[Array, Array]:
     """Computes attention of 1 to 64 new tokens of each sequence to its KV cache.
 
-    For generation: a step of one token, or the proposals of speculative decoding. Append their keys
-    and values first (`append_kv`); the last query is then the last key. Queries are causal, among
-    themselves too, or see of each other what `draft_mask` says. The keys may be read in several
-    ranges at once, each with an output and a log-sum-exp of its own, which are then merged
-    (split-KV, as in https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+    It serves generation: a step of one token, or the proposals of speculative decoding. First
+    append the keys and values of the new tokens (`append_kv`), so that the last query belongs to
+    the last key. Queries are causal, also among themselves, unless `draft_mask` says which new
+    tokens each of them sees. The keys may be split into several ranges that are read in parallel.
+    Each range yields an output and a log-sum-exp, and these are then merged (split-KV, as in
+    https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
-    The result is the same in every run, and for every number of ranges up to rounding. Works under
-    jit and vmap; has no gradient. A query that sees no key returns zeros.
+    The result is the same in every run, and does not depend on the number of ranges except for
+    rounding. It works under jit and vmap, and has no gradient. A query that sees no key returns
+    zeros.
 
     Args:
-        q: queries [B, T, N, H], T from 1 to 64; bfloat16, float16, float32 or float64.
-        k: keys in q's dtype: [B, S, K, H], or with `page_table` pages [P, page_size, K, H], where
-            page_size is a multiple of 16 from 16 to 256. Or both in float8_e4m3fn or int8, see
-            `k_scale`. N is a multiple of K: query head n reads KV head
-            n // (N // K), which is never repeated in memory (GQA, grouped-query attention).
-        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in q's dtype. None: the values are
-            the first `v_head_dim` columns of k, as in multi-head latent attention, and are read
-            once for both.
-        v_head_dim: number of columns of k that are the values, 1 to H, where v is None; None is H.
-        kv_lengths: int32 [B] or a scalar: number of keys of each sequence, its new tokens included;
-            may be traced. Keys beyond it may hold anything. None is S; pages need it. Where new
-            tokens found no room, it counts them all the same, as positions come from it; there are
-            keys as far as the room goes. Such lengths are an error where they are computed.
-        kv_starts: int32 [B] or a scalar: the first key of each sequence, where caches are padded on
-            the left; may be traced. Keys before it may hold anything, and blocks of them are not
-            loaded. None is 0. Positions and lengths count from key 0 of
-            the cache all the same. A sequence that starts at its length or later has no keys.
-        q_offset: int, or int32 [B] or a scalar: position of query 0, where key 0 has position 0.
-            Query t sees keys up to q_offset + t. None is kv_lengths - T.
-        window: (left, right), or an int for both: the query at position i sees the keys from
-            i - left on; None is all of them. As in `flash_attention` with causal=True, nothing to
-            the right is seen. Keys outside are not loaded. An int32 scalar or [B] may be traced, so
-            that layers with different windows share one compiled program; one that is at least S
-            hides nothing. An int is faster: the number of splits then suits it.
+        q: queries [B, T, N, H], T from 1 to 64, in bfloat16, float16, float32 or float64.
+        k: keys [B, S, K, H], or with `page_table` pages [P, page_size, K, H], where page_size is a
+            multiple of 16 from 16 to 256. k and v have q's dtype, or are both float8_e4m3fn or both
+            int8 (see `k_scale`). N is a multiple of K: query head n reads KV head n // (N // K),
+            and KV heads are never repeated in memory (GQA, grouped-query attention).
+        v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in k's dtype. If None, the values
+            are the first `v_head_dim` columns of k, as in multi-head latent attention, and are read
+            once for both purposes.
+        v_head_dim: if v is None, the number of columns of k that are the values, from 1 to H; None
+            means H.
+        kv_lengths: number of keys of each sequence, including its new tokens, as int32 [B] or a
+            scalar; may be traced. Later keys may hold any values. None means S; with pages it is
+            required. If new tokens found no room in the cache, the length still counts them,
+            because positions are derived from it; only the keys that fit exist. Such a length
+            raises an error if its value is known.
+        kv_starts: the first key of each sequence, as int32 [B] or a scalar, for caches that are
+            padded on the left; may be traced. Earlier keys may hold any values, and blocks of them
+            are not loaded. None means 0. Positions and lengths still count from key 0 of the cache.
+            A sequence whose start is at its length or beyond has no keys.
+        q_offset: position of query 0, where key 0 has position 0, as an int, int32 [B] or a scalar.
+            Query t sees the keys up to q_offset + t. None means kv_lengths - T.
+        window: (left, right), or one int for both: the query at position i sees the keys from
+            i - left on. None means all of them. Nothing to the right of a query is seen, as in
+            `flash_attention` with causal=True. Keys outside the window are not loaded. The window
+            or its left side may be an int32 scalar or [B], which may be traced, so that layers with
+            different windows share one compiled program; a window of at least S hides nothing. A
+            Python int is faster, because the number of splits can be chosen for it.
         softcap: scores become softcap * tanh(scores / softcap).
-        sinks: [N] or [B, N]: a further score of every query, without a value.
+        sinks: [N] or [B, N]: one additional score per query, without a value.
         alibi_slopes: [N] or [B, N]: slope * |i - j| is subtracted from scores.
-        scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        num_splits: number of ranges in which the keys are read, 1 to 128. "auto" is 1 on xla, and
-            on hopper as many as keep the SMs busy if the sequences are as long as the cache.
+        scale: factor of the scores, a Python number; None is 1 / sqrt(H).
+        num_splits: number of ranges into which the keys are split, 1 to 128. On xla, "auto" is 1.
+            On hopper, "auto" takes as many as keep the SMs busy if the sequences are as long as the
+            cache.
         page_table: int32 [B, max_pages]: key j of sequence b is row j % page_size of page
             page_table[b, j // page_size]. Pages may be in any order, shared and repeated. Entries
             beyond a sequence's length are not used. Ids out of range are clipped, so that nothing
-            is read that does not belong to the cache; `check_pages` finds them.
+            outside the cache is read; `check_pages` finds them.
         kv_blocks: int32 [B, 1 or K, M]: the blocks of keys that the query of each sequence reads,
-            one list for all KV heads or one for each. Block i has kv_block_size keys from key
-            i * kv_block_size on. No other is loaded. Numbers may be in any order and repeated; -1,
-            or a block beyond the length, is nothing. For T = 1, without `q_offset`, `window`,
-            `kv_starts` and `alibi_slopes`. Sparse attention chooses them: MoBA, NSA, Quest.
-        kv_block_size: keys of a block of `kv_blocks`, a multiple of 16 from 16 to 256 that divides
-            S; with `page_table` a multiple of page_size, which is the default.
-        shared_prefix: "auto" reads leading pages that several sequences have in common, as those of
-            a system prompt, once for all of them: sequences whose page tables begin with the same
-            page are a group, and share the pages at the front in which all of them agree. An int32
-            [B] or a scalar instead says how many keys that is, 0 for none, and spares the
-            comparison of page tables; members of a group are then trusted to agree. Whole pages
-            before the first new token are shared. It pays where a prefix is long and many have it;
-            results are those without, up to rounding. For a `page_table` and T up to 32, without
-            `q_offset`, `window`, `kv_starts`, `alibi_slopes` and `kv_blocks`. None shares nothing.
-        draft_mask: bool [T, T] or [B, T, T], for trees of drafts in speculative decoding: the query
+            as one list for all KV heads or one per head. Block i has kv_block_size keys, starting
+            at key i * kv_block_size. No other block is loaded. Block numbers may be in any order
+            and may repeat. A block that is -1 or lies beyond the length is ignored. It requires
+            T = 1, and no `q_offset`, `window`, `kv_starts` or `alibi_slopes`. Methods of sparse
+            attention such as MoBA, NSA and Quest choose these blocks.
+        kv_block_size: number of keys in a block of `kv_blocks`, a multiple of 16 from 16 to 256
+            that divides S. With `page_table` it is a multiple of page_size, and page_size is the
+            default.
+        shared_prefix: with "auto", leading pages that several sequences share, such as those of a
+            system prompt, are read once for all of them. Sequences whose page tables begin with the
+            same page form a group, and share the leading pages in which all of them agree. An int32
+            [B] or a scalar instead gives the number of shared keys, 0 for none. This avoids the
+            comparison of page tables, and the members of a group are assumed to agree. Only whole
+            pages before the first new token are shared. Sharing pays if the prefix is long and many
+            sequences have it; results change only by rounding. It requires a `page_table` and T up
+            to 32, and no `q_offset`, `window`, `kv_starts`, `alibi_slopes` or `kv_blocks`. None
+            shares nothing.
+        draft_mask: bool [T, T] or [B, T, T], for trees of drafts in speculative decoding. The query
             of new token t sees new token u, which is key kv_lengths - T + u, only where
-            draft_mask[b, t, u]. In a tree these are t and its ancestors. Keys before the new tokens
-            are visible as ever. A window and ALiBi take a draft to be at position kv_lengths - T +
-            depth, where depth is the number of other new tokens that it sees, whether or not it
-            sees itself; rotate its query and key by the same. `q_offset` must be None.
-        k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. One number per
-            head [K], or per sequence and head [B, K], or with `page_table` per page and head
-            [P, K]; None is 1. `append_kv` divides by the same numbers.
-        v_scale: scale of the values, of the same shapes; without v they have that of the keys.
-        backend: "auto" takes the fastest that can run the call; "hopper", "portable" or "xla" takes
-            this one or raises.
+            draft_mask[b, t, u] is True. In a tree, these are t and its ancestors. Keys before the
+            new tokens remain visible. For a window and for ALiBi, a draft is at position
+            kv_lengths - T + depth, where depth is the number of other new tokens that it sees;
+            whether it sees itself makes no difference. Rotate its query and key by the same
+            position. `q_offset` must be None.
+        k_scale: scale of a cache in float8_e4m3fn or int8: a key is k * k_scale. It is one number
+            per head [K], per sequence and head [B, K], or with `page_table` per page and head
+            [P, K]. None means 1. `append_kv` divides by the same numbers.
+        v_scale: scale of the values, of the same shapes. Without v, the values have the scale of
+            the keys.
+        backend: "auto" takes the fastest backend that can run the call. "hopper", "portable" or
+            "xla" takes that backend, or raises.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        o [B, T, N, Hv] in q's dtype. Sums are float32 inside (float64 for float64). With
-        `return_lse` the pair of o and lse [B, N, T] in float32, the natural logarithm; -inf for a
-        query that sees no key (its sink, where there are sinks).
+        o [B, T, N, Hv] in q's dtype. Sums are accumulated in float32 (float64 for float64). With
+        `return_lse`, the pair of o and lse [B, N, T] in float32, the natural logarithm. lse is -inf
+        for a query that sees no key; with sinks, it is the sink there.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit together, or a value out of range, such as a v_head_dim
-            above H, or another than that of v; lengths or starts that are computed and negative or
-            beyond the room.
-        UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
-        NotImplementedError: a dtype that no backend takes; a derivative.
+        TypeError: an argument has the wrong kind or dtype.
+        ValueError: shapes do not match, or a value is out of range. Examples are a v_head_dim above
+            H or different from that of v, and known lengths or starts that are negative or beyond
+            the cache.
+        UnsupportedByBackend: the named backend cannot run this call; the message gives the reason.
+        NotImplementedError: no backend supports the dtype, or a derivative is taken.
 
     Example:
         >>> import jax.numpy as jnp

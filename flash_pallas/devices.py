@@ -1,6 +1,6 @@
-"""The GPUs that this package knows, and the one that programs are made for if it is not here.
+"""The GPUs that this package knows, and the GPU for which programs are made if it is not here.
 
-The one table of GPUs: dispatch, `explain`, the doctor and the tests read it.
+Dispatch, `explain`, the doctor and the tests all read this table of GPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class Generation:
     """GPUs of one compute capability.
 
     Attributes:
-        shared_memory: bytes that one CTA may have at most (CUDA C++ Programming Guide 13.0, table
-            of technical specifications). An SM has 1 KB more, and keeps that for each CTA on it.
-        backends: what "auto" chooses from before jnp, in order of preference.
+        shared_memory: largest number of bytes that one CTA may have (CUDA C++ Programming Guide
+            13.0, table of technical specifications). An SM has 1 KB more, which it reserves for
+            each CTA on it.
+        backends: the backends that "auto" tries before jnp, in order of preference.
     """
 
     shared_memory: int
@@ -49,10 +50,10 @@ class Device:
         kind: its name, as jax spells it.
         capability: its compute capability.
         sms: its number of SMs.
-        tflops: published speed of the forward, causal, bfloat16 [4, 4096, 16, 128]: TFLOP/s from
-            benchmarks/results; None where it has not been measured.
-        stands_for: the name of another GPU that this one stands for; then only `capability` is that
-            of the other.
+        tflops: published speed of the causal forward pass for bfloat16 [4, 4096, 16, 128], in
+            TFLOP/s, from benchmarks/results. None if it has not been measured.
+        stands_for: the name of another GPU that this one represents; then only `capability` is that
+            of the other GPU.
     """
 
     kind: str
@@ -63,13 +64,13 @@ class Device:
 
     @property
     def described(self) -> str:
-        """Its name, and for which GPU it stands."""
+        """Its name, and the name of the GPU that it represents."""
         other = f", which stands for {self.stands_for}" if self.stands_for else ""
         return f"{self.kind}{other}"
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one CTA may have at most."""
+        """Largest number of bytes of shared memory that one CTA may have."""
         return GENERATIONS[self.capability].shared_memory
 
 
@@ -103,15 +104,15 @@ _BRANDS = r"(nvidia|geforce|tesla|quadro)*"
 
 
 def named(name: str) -> Device:
-    """Returns the GPU of this name, or a listed one that stands for it.
+    """Returns the GPU of this name, or a listed GPU that represents it.
 
     Args:
-        name: name of an NVIDIA GPU, as jax spells it or shorter, or a compute capability, as in
-            "8.9". Capitals, spaces and hyphens do not count.
+        name: name of an NVIDIA GPU, as jax spells it or shorter, or a compute capability such as
+            "8.9". Capitals, spaces and hyphens do not matter.
 
     Raises:
-        TypeError: a name that is no string.
-        ValueError: a name that is not known.
+        TypeError: the name is not a string.
+        ValueError: the name is not known.
     """
     if not isinstance(name, str):
         raise TypeError(f'gpu must be the name of a GPU, as in "H100", got {name!r}')
@@ -132,7 +133,7 @@ def named(name: str) -> Device:
 
 
 def known(name: str) -> Device | None:
-    """Returns the GPU of this name if it is in DEVICES, else None."""
+    """Returns the GPU of this name if it is in DEVICES, otherwise None."""
     for key, device in DEVICES.items():
         if _plain(name) in (key, _plain(device.kind)):
             return device
@@ -145,16 +146,16 @@ def _plain(name: str) -> str:
 
 
 def takes_first(capability: str) -> str | None:
-    """Returns the backend that "auto" asks first on this compute capability; None if unknown."""
+    """Returns the backend that "auto" tries first for this compute capability; None if unknown."""
     generation = GENERATIONS.get(capability)
     return None if generation is None else generation.backends[0]
 
 
 def no_gpu(needs: str) -> str | None:
-    """Returns the words of a backend where there is no GPU; None where there is one.
+    """Returns why a backend cannot run if there is no GPU; None if there is one.
 
     Args:
-        needs: the compute capability that it needs.
+        needs: the compute capability that the backend needs.
     """
     if (found := jax.default_backend()) == "gpu":
         return None
@@ -162,7 +163,7 @@ def no_gpu(needs: str) -> str | None:
 
 
 def capability_here() -> str:
-    """Returns the compute capability of JAX's first device, "unknown" where it has none."""
+    """Returns the compute capability of JAX's first device, or "unknown" if it has none."""
     return str(getattr(jax.devices()[0], "compute_capability", "unknown"))
 
 
@@ -173,24 +174,24 @@ _target = jax.make_user_context(None)
 
 
 def target(gpu: str) -> contextlib.AbstractContextManager[None]:
-    """Makes programs for a GPU that need not be here: a context manager.
+    """Makes programs for a GPU that need not be present. It is a context manager.
 
-    What is traced, lowered or exported within it has the kernels, tile sizes and amount of shared
-    memory of that GPU where it runs on CUDA, and blockwise jnp on every other platform:
-    `jax.export.export(f, platforms=["cpu", "cuda"])` has both. The same jitted function is traced
-    anew inside. What is exported runs on GPUs of the same compute capability; on any other, CUDA's
-    assembler refuses it before anything runs. `explain` answers for that GPU, too.
-    `backend="cudnn"` is refused, as jax asks the cuDNN that is here.
+    Programs that are traced, lowered or exported inside it have the kernels, tile sizes and amount
+    of shared memory of that GPU where they run on CUDA, and blockwise jnp on every other platform.
+    So `jax.export.export(f, platforms=["cpu", "cuda"])` contains both. A jitted function is traced
+    again inside. An exported program runs on GPUs of the same compute capability; on any other,
+    CUDA's assembler refuses it before anything runs. `explain` also answers for that GPU.
+    `backend="cudnn"` is refused, because jax would ask the cuDNN that is installed here.
 
     Args:
         gpu: name of any NVIDIA GPU of compute capability 8.0 or higher ("A100", "RTX 4090",
-            "GH200"), or a compute capability ("8.9"). One of "A100", "A10", "L40S", "RTX 4090",
-            "H100", "H200", "B200" and "RTX 5090" stands for those of its kind, with its number of
-            SMs; `explain` says which.
+            "GH200"), or a compute capability ("8.9"). Each GPU is represented by one of its kind,
+            with that GPU's number of SMs: "A100", "A10", "L40S", "RTX 4090", "H100", "H200", "B200"
+            or "RTX 5090". `explain` reports which one.
 
     Raises:
-        TypeError: a name that is no string.
-        ValueError: a name that is not known.
+        TypeError: the name is not a string.
+        ValueError: the name is not known.
 
     Example:
         >>> import jax
@@ -214,5 +215,5 @@ def within(device: Device) -> Iterator[None]:
 
 
 def targeted() -> Device | None:
-    """Returns the GPU of the `target` around, or None."""
+    """Returns the GPU of the enclosing `target`, or None."""
     return _target.value

@@ -1,9 +1,9 @@
-"""Says whether the package works here: `python -m flash_pallas doctor`.
+"""Checks whether the package works here: `python -m flash_pallas doctor`.
 
-It prints what is installed, which backend runs what, whether output and gradients of a few calls
-match the oracle, and how fast a call is, next to the published speed. `--full` then runs every
-kernel that this GPU can choose, some thousands, compares each with float64 and writes a report to
-send to the authors. The exit status is 1 if something is wrong.
+It prints the installed versions, which backend runs what, whether the output and gradients of a few
+calls match the oracle, and the speed of one call next to the published speed. `--full` then runs
+every kernel that can be chosen on this GPU, some thousands, compares each with float64 and writes a
+report to send to the authors. The exit status is 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ CALLS = 50  # in one program on a GPU: 40 ms on an H200, next to which the host'
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: what it is.
+        name: the subject of the check.
         ok: False if something is wrong.
-        detail: what was found, and the way out.
+        detail: the result, and the way out if something is wrong.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that take part, if installed."""
+    """Returns the versions of Python and of the relevant packages that are installed."""
     found = {"python": platform.python_version(), "flash_pallas": __version__}
     for name in (*PACKAGES, *(name for each in PLUGINS.values() for name in each)):
         try:
@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
 
 
 def driver() -> list[dict[str, str]]:
-    """Returns name, driver version and compute capability of each GPU that the driver has."""
+    """Returns name, driver version and compute capability of each GPU that the driver reports."""
     fields = ("name", "driver_version", "compute_cap")
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
@@ -112,7 +112,7 @@ def installed(found: dict[str, str], gpus: list[dict[str, str]]) -> Iterator[Fin
 
 
 def _device(gpus: list[dict[str, str]], *, has_plugin: bool, newest: bool) -> Finding:
-    """Returns whether JAX has a device, and runs on the GPU if there is one."""
+    """Returns whether JAX has a device, and whether it runs on the GPU if there is one."""
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -138,7 +138,7 @@ def smoke() -> Iterator[Finding]:
 
 
 def runs() -> dict[str, str]:
-    """Returns the backend of a few calls by what they are."""
+    """Returns the backends of a few calls, by a description of each call."""
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     x, cache, wide = shape(4, 4096, 16, 128), shape(4, 32768, 4, 128), shape(1, 4096, 4, 512)
     single = jax.ShapeDtypeStruct(x.shape, jnp.float32)
@@ -154,10 +154,10 @@ def runs() -> dict[str, str]:
 
 
 def timing() -> dict[str, Any]:
-    """Measures one forward on the device: what N more calls add to a program of N.
+    """Measures one forward pass on the device: the time that N more calls add to a program of N.
 
-    Neither the launch by the host nor its waiting is in it. `published` is what the benchmarks of
-    this repository have for this GPU, None where nothing was measured.
+    So the time excludes the launch by the host and the wait for the result. `published` is the
+    speed in this repository's benchmarks for this GPU, or None if it was not measured.
     """
     on_gpu = jax.default_backend() == "gpu"
     sizes = (4, 4096, 16, 128) if on_gpu else (1, 1024, 4, 64)
@@ -188,7 +188,7 @@ def timing() -> dict[str, Any]:
 
 @partial(jax.jit, static_argnums=0)
 def _several(number: int, q, k, v):
-    """Computes as many calls, one after the other."""
+    """Computes this number of calls, one after the other."""
 
     def one(_, q):
         o = flash_attention(q, k, v, causal=True)
@@ -199,7 +199,7 @@ def _several(number: int, q, k, v):
 
 
 def examined(say: Callable[[Any], None]) -> dict[str, Any]:
-    """Looks at everything; returns the report, and calls `say` with each line as it is found."""
+    """Runs all checks and returns the report; calls `say` with each line as soon as it is known."""
     found, gpus = versions(), driver()
     say(", ".join(f"{name} {version}" for name, version in found.items()))
     findings: list[Finding] = []

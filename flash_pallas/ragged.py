@@ -1,4 +1,4 @@
-"""Public functions of ragged attention: prompts and steps of decoding together, over pages."""
+"""Public functions for ragged attention: prompts and decoding steps together, over pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = Words({"k": "k_pages", "v": "v_pages"})
 
 
 class RaggedOptions(TypedDict, total=False):
-    """Arguments of `ragged_paged_attention` that have no influence on the type of its result."""
+    """Arguments of `ragged_paged_attention` that do not affect the type of its result."""
 
     kv_lengths: Required[Int[AnyArray, " S"]]
     page_table: Required[Int[AnyArray, "S max_pages"]]
@@ -143,70 +143,75 @@ def ragged_paged_attention(
     backend: BackendName = "auto",
     return_lse: bool = False,
 ) -> Array | tuple[Any, ...]:
-    """Computes attention of any mix of prompts and steps of decoding over a paged KV cache.
+    """Computes attention of any mix of prompts and decoding steps over a paged KV cache.
 
-    For a serving engine with continuous batching: the new tokens of all sequences are packed, one
-    sequence after the other, whether it is a prompt, a chunk of one, or a step of one token or a
-    few. Each new token sees the earlier tokens of its sequence and itself. Which sequence has how
-    many is data, so one compiled program serves every mix of the same padded sizes.
+    It serves engines with continuous batching. The new tokens of all sequences are packed one
+    sequence after the other. A sequence may contribute a prompt, a chunk of a prompt, or a step of
+    one or a few tokens. Each new token sees itself and the earlier tokens of its sequence. The
+    number of new tokens per sequence is data, so one compiled program serves every mix with the
+    same padded sizes.
 
-    A sequence with at most `step_tokens` new tokens runs as `flash_decode` does, its keys split
-    into ranges; one with more as a chunk of a prompt, in tiles of queries. Works under jit and
-    vmap; has no gradient. A query that sees no key returns zeros.
+    A sequence with at most `step_tokens` new tokens runs as in `flash_decode`, with its keys split
+    into ranges. A sequence with more runs as a chunk of a prompt, in tiles of queries. The function
+    works under jit and vmap, and has no gradient. A query that sees no key returns zeros.
 
     Args:
-        q: queries [tokens, N, H]; rows that no sequence has are padding, may hold anything and
-            return zeros, with a log-sum-exp of -inf.
-        k_pages: keys [P, page_size, K, H] in q's dtype, where page_size is a multiple of 16 from 16
-            to 256, and N a multiple of K. Or both pages in float8_e4m3fn or int8, see `k_scale`.
-        v_pages: values [P, page_size, K, Hv]. None: the values are the first `v_head_dim` columns
-            of the keys, as in multi-head latent attention, and are read once for both.
-        kv_lengths: int32 [S]: number of keys of each sequence, its new tokens included. The last
-            query of a sequence is its last key. Beyond the room they still say where queries are;
-            where they are computed, they are an error.
+        q: queries [tokens, N, H]. Rows that belong to no sequence are padding. They may hold any
+            values, and return zeros and a log-sum-exp of -inf.
+        k_pages: keys [P, page_size, K, H], where page_size is a multiple of 16 from 16 to 256 and N
+            is a multiple of K. Both kinds of pages have q's dtype, or both are float8_e4m3fn or
+            int8 (see `k_scale`).
+        v_pages: values [P, page_size, K, Hv]. If None, the values are the first `v_head_dim`
+            columns of the keys, as in multi-head latent attention, and are read once for both
+            purposes.
+        kv_lengths: int32 [S]: number of keys of each sequence, including its new tokens. The last
+            query of a sequence belongs to its last key. A length beyond the room still determines
+            the positions of queries, but raises an error if its value is known.
         page_table: int32 [S, max_pages]: key j of sequence s is row j % page_size of page
-            page_table[s, j // page_size]; as in `flash_decode`. `check_pages` checks it.
-        cu_q_lens: int32 [S + 1]: sequence s has the rows of q from cu_q_lens[s] up to, not
-            including, cu_q_lens[s + 1], maybe none. It begins with 0 and does not decrease.
-        num_seqs: number of sequences that there are, an int or int32 [] or [1]; what the arrays say
-            of others is not looked at. None is S.
-        new_k: keys [tokens, K, H] of the queries' tokens, which are written into the pages first,
-            as by `append_ragged_kv`. None: they have been.
-        new_v: their values [tokens, K, Hv]; given where new_k and v_pages are.
-        step_tokens: most queries of a sequence that is a step, 1 to 64, static: more than 1 for
-            speculative decoding.
-        v_head_dim: number of columns of the keys that are the values, where v_pages is None; None
-            is H.
-        kv_starts: int32 [S] or a scalar: the first key of each sequence; keys before it may hold
-            anything. None is 0.
-        window: (left, right), or an int for both: the query at position i sees the keys from
-            i - left on; None is all of them. An int32 scalar or [S] may be traced, as in
-            `flash_decode`.
+            page_table[s, j // page_size], as in `flash_decode`. `check_pages` checks it.
+        cu_q_lens: int32 [S + 1]: sequence s has the rows of q from cu_q_lens[s] up to, but not
+            including, cu_q_lens[s + 1]; there may be none. It begins with 0 and does not decrease.
+        num_seqs: number of sequences in use, an int or int32 [] or [1]. What the arrays say about
+            the others is ignored. None means S.
+        new_k: keys [tokens, K, H] of the queries' tokens, which are first written into the pages,
+            as by `append_ragged_kv`. None means that they have been written already.
+        new_v: values [tokens, K, Hv] of these tokens; given if both new_k and v_pages are given.
+        step_tokens: largest number of queries of a sequence that runs as a decoding step, 1 to 64,
+            static. Speculative decoding needs more than 1.
+        v_head_dim: if v_pages is None, the number of columns of the keys that are the values; None
+            means H.
+        kv_starts: the first key of each sequence, int32 [S] or a scalar. Earlier keys may hold any
+            values. None means 0.
+        window: (left, right), or one int for both: the query at position i sees the keys from
+            i - left on. None means all of them. The window or its left side may be an int32 scalar
+            or [S], which may be traced, as in `flash_decode`.
         softcap: scores become softcap * tanh(scores / softcap).
-        sinks: [N] or [S, N]: a further score of every query, without a value.
+        sinks: [N] or [S, N]: one additional score per query, without a value.
         alibi_slopes: [N] or [S, N]: slope * |i - j| is subtracted from scores.
-        scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        num_splits: number of ranges in which the keys of steps are read, as in `flash_decode`.
-        shared_prefix: "auto", or the keys that sequences share: leading pages that several steps
-            have in common are read once, as in `flash_decode`. For step_tokens up to 32.
-        k_scale: scale of pages in float8_e4m3fn or int8: a key is k * k_scale. [K], or [P, K]; None
-            is 1.
-        v_scale: scale of the values; without v_pages they have that of the keys.
-        backend: "auto" takes the fastest that can run the call; a name takes this one or raises.
+        scale: factor of the scores, a Python number; None is 1 / sqrt(H).
+        num_splits: number of ranges into which the keys of steps are split, as in `flash_decode`.
+        shared_prefix: "auto", or the number of keys that sequences share: leading pages that
+            several steps have in common are read once, as in `flash_decode`. Requires step_tokens
+            up to 32.
+        k_scale: scale of pages in float8_e4m3fn or int8: a key is k * k_scale. It has shape [K] or
+            [P, K]. None means 1.
+        v_scale: scale of the values. Without v_pages, the values have the scale of the keys.
+        backend: "auto" takes the fastest backend that can run the call. A name takes that backend,
+            or raises.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        o [tokens, N, Hv] in q's dtype. With `return_lse` the pair of o and lse [N, tokens] in
-        float32 (float64 for float64), the natural logarithm. With `new_k` one more at the end, the
-        pair (k_pages, v_pages) with the new tokens: in place where the pages are donated, as in
-        `jax.jit(step, donate_argnums=...)`.
+        o [tokens, N, Hv] in q's dtype. With `return_lse`, the pair of o and lse [N, tokens] in
+        float32 (float64 for float64), the natural logarithm. With `new_k`, the pair
+        (k_pages, v_pages) with the new tokens is added at the end. The pages are updated in place
+        if they are donated, as in `jax.jit(step, donate_argnums=...)`.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit together, or a value out of range, such as known
-            cu_q_lens that decrease, or computed lengths or starts beyond the room.
-        UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
-        NotImplementedError: a dtype that no backend takes; a derivative.
+        TypeError: an argument has the wrong kind or dtype.
+        ValueError: shapes do not match, or a value is out of range. Examples are known cu_q_lens
+            that decrease, and known lengths or starts beyond the room.
+        UnsupportedByBackend: the named backend cannot run this call; the message gives the reason.
+        NotImplementedError: no backend supports the dtype, or a derivative is taken.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """The oracle: attention in plain jnp, with the whole matrix of scores in memory.
 
-It says what every backend must compute and shares no code with them but the dropout mask
-(`core.dropout.keep`). Not meant for training: memory grows with T * S.
+It defines what every backend must compute, and shares no code with them except the dropout mask
+(`core.dropout.keep`). It is not meant for training, because memory grows with T * S.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ def attention(
 ) -> tuple[Array, ...]:
     """Computes softmax(modified(scale * q @ k^T)) @ v and the log-sum-exp of its rows.
 
-    Differentiable to any order by ordinary autodiff. Everything is computed in float32, or in
+    It is differentiable to any order by ordinary autodiff. Everything is computed in float32, or in
     float64 for float64 inputs.
 
     Args:
         q: queries [B, T, N, H].
         k: keys [B, S, K, H]; N is a multiple of K.
         v: values [B, S, K, Hv].
-        full_precision: return o as it was computed instead of in q's dtype.
-        max_logit: return the largest visible score of every row too; it has no gradient.
-        rounded_logits: round sums with the bias and with ALiBi to float32, as float32 inputs do
-            anyway. Next to a bias of -1e9 that leaves nothing of a score, and a row in which it
-            hides all keys attends to all of them alike.
-        **arguments: the other arguments of `flash_attention` that change what is computed: the
-            fields of `Modifiers`.
+        full_precision: return o in the dtype in which it was computed instead of in q's dtype.
+        max_logit: also return the largest visible score of every row, which has no gradient.
+        rounded_logits: round the sums with the bias and with ALiBi to float32, as happens anyway
+            for float32 inputs. With a bias of -1e9, rounding leaves nothing of a score, so a row in
+            which that bias hides all keys attends equally to all of them.
+        **arguments: the other arguments of `flash_attention` that affect the result: the fields of
+            `Modifiers`.
 
     Returns:
-        o [B, T, N, Hv], and lse [B, N, T] (natural logarithm); with max_logit also that, [B, N, T].
-        A row that sees no key has o = 0 (the mean of v, if `empty_rows` says so), lse = -inf (its
-        sink, where there are sinks), max_logit = -inf and gradients of zero; a row beyond its
-        length has lse = -inf in any case.
+        o [B, T, N, Hv] and lse [B, N, T] (natural logarithm); with max_logit, also the largest
+        scores [B, N, T]. A row that sees no key has o = 0 (or the mean of v with
+        `empty_rows="mean"`), lse = -inf (or its sink, if there are sinks), max_logit = -inf and
+        gradients of zero. A row beyond its length always has lse = -inf.
     """
     m = Modifiers(**arguments)
     dtype, exact = q.dtype, jnp.float64 if q.dtype == jnp.float64 else jnp.float32
@@ -76,9 +76,9 @@ def attention(
 
 @dataclasses.dataclass(frozen=True)
 class Modifiers:
-    """Modifiers of attention, named and explained as the arguments of `flash_attention`.
+    """Modifiers of attention, with the names and meanings of the arguments of `flash_attention`.
 
-    Scores are [B, N, T, S] throughout.
+    Scores always have shape [B, N, T, S].
     """
 
     causal: bool = False
@@ -105,15 +105,15 @@ class Modifiers:
     empty_rows: str = "zero"
 
     def cleared_queries(self, x):
-        """Returns x [B, T, N, H] with 0 in place of padding: 0 times a NaN would be a NaN."""
+        """Returns x [B, T, N, H] with padding set to 0, because 0 times a NaN would be a NaN."""
         return _cleared(x, self.q_lengths, self.q_segment_ids)
 
     def cleared_keys(self, x):
-        """Returns x [B, S, K, H] with 0 in place of padding."""
+        """Returns x [B, S, K, H] with padding set to 0."""
         return _cleared(x, self.kv_lengths, self.kv_segment_ids)
 
     def visible(self, shape):
-        """Returns bool[B, N, T, S]: which keys each query sees; none beyond its length."""
+        """Returns bool[B, N, T, S]: the keys that each query sees; none beyond its length."""
         _, _, q_len, kv_len = shape
         i, j = self._positions(shape)
         sides = self.window if isinstance(self.window, tuple) else (self.window,) * 2
@@ -144,7 +144,7 @@ class Modifiers:
         return keep
 
     def logits(self, scores, keep, *, rounded: bool = False):
-        """Computes the modified scores where `keep` is True; elsewhere they are anything finite.
+        """Computes the modified scores where `keep` is True; elsewhere they are any finite number.
 
         The order is bias, ALiBi, softcap, score_mod. `rounded` is `rounded_logits` of `attention`.
         """

@@ -1,4 +1,4 @@
-"""Autotuning: times tile sizes for one call on the user's device and remembers the fastest."""
+"""Autotuning: times tile sizes for one call on the user's device, and remembers the fastest."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ _log = logging.getLogger("flash_pallas")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tuning:
-    """Results of `autotune`; its `repr` is a table of them.
+    """Results of `autotune`. Its `repr` shows them as a table.
 
     Attributes:
-        blocks: the tile sizes that this call runs with from now on, as `blocks=` takes them; only
-            of kernels for which the rules' choice was not the fastest.
-        gain: by kernel, speed relative to the rules' choice.
-        times: by kernel, all candidates that ran, the rules' choice first: fields, milliseconds.
-        path: the file that stores this.
+        blocks: the tile sizes with which this call now runs, in the form that `blocks=` takes. It
+            has only the kernels for which the default choice was not the fastest.
+        gain: by kernel, the speed relative to the default choice.
+        times: by kernel, all candidates that ran, the default choice first, as pairs of fields and
+            milliseconds.
+        path: the file that stores the results.
     """
 
     blocks: dict[str, dict[str, Any]]
@@ -61,34 +62,38 @@ class Tuning:
 
 @same_arguments(flash_attention)
 def autotune(q, k, v, *, backend="auto", blocks=None, **options) -> Tuning:
-    """Times tile sizes of `flash_attention` for one call and stores those that beat the rules'.
+    """Times tile sizes of `flash_attention` for one call, and stores those faster than the default.
 
-    From then on this process, and every later one of the same user on the same kind of device and
-    minor version of jaxlib, runs exactly this call with them: the same sizes, dtypes, masks and
-    options. Programs compiled before do not change. Results change by no more than rounding, as
-    with `blocks=`. It takes a second for each of about a dozen tile sizes, most of it to compile.
+    From then on, exactly this call (the same sizes, dtypes, masks and options) runs with the stored
+    tile sizes. This holds for this process and for every later one of the same user on the same
+    kind of device with the same minor version of jaxlib. Programs that are already compiled do not
+    change. Results change only by rounding, as with `blocks=`. The default choice is that of the
+    built-in rules. Autotuning takes about a second for each of about a dozen tile sizes, mostly for
+    compilation.
 
-    The table is JSON, in the folder that the environment variable FLASH_PALLAS_CACHE_DIR names,
-    else in flash_pallas under XDG_CACHE_HOME or ~/.cache; `explain` names it where it decides. Give
-    all hosts that run one program the same table. Under vmap the sizes of one member count.
+    The table is a JSON file in the folder that the environment variable FLASH_PALLAS_CACHE_DIR
+    names, or else in the folder flash_pallas under XDG_CACHE_HOME or ~/.cache. `explain` names the
+    file if it determines the tile sizes. If several hosts run one program, give all of them the
+    same table. Under vmap, the sizes of one member count.
 
     Args:
-        q: as in `flash_attention`, as are all the others; the values are used, so that whatever
-            depends on data is timed with yours.
+        q: as in `flash_attention`, as are all the others. The values are used, so that anything
+            that depends on data is timed with your data.
         k: keys.
         v: values.
-        backend: name of the implementation.
+        backend: name of the backend.
         blocks: must be None.
         **options: every other argument of `flash_attention`.
 
     Returns:
-        A `Tuning`; print it. The backward is that of q, k and v.
+        A `Tuning`; print it to see the table. The backward pass is that of q, k and v.
 
     Raises:
-        TypeError: and others, as `flash_attention` lists them; under jit.
+        TypeError: the call is under jit.
+        Exception: the same exceptions as `flash_attention`.
         UnsupportedByBackend: the backend has no tile sizes to choose from, or there is no GPU.
-        ValueError: there is nothing to compute; blocks were given; a score_mod or mask_mod takes
-            part, which has no name to store a result by.
+        ValueError: there is nothing to compute, blocks were given, or the call has a score_mod or
+            mask_mod, under which no result can be stored because functions have no name.
         OSError: the table cannot be written.
 
     Example:
@@ -107,10 +112,10 @@ def autotune(q, k, v, *, backend="auto", blocks=None, **options) -> Tuning:
 
 
 def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
-    """Checks a call of `autotune` and compiles what it times; nothing is timed or stored.
+    """Checks a call of `autotune` and compiles what it times. Nothing is timed or stored.
 
     Raises:
-        TypeError: and others, as `autotune` lists them.
+        Exception: the same exceptions as `autotune`.
     """
     call = validate.canonicalize(q, k, v, arguments)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(call.operands)):
@@ -167,12 +172,12 @@ class Trial:
 
 
 def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
-    """Compiles the candidates of kernels with several; those that fail are left out.
+    """Compiles the candidates of each kernel that has several. Candidates that fail are left out.
 
-    The rules' choice comes first.
+    The default choice comes first.
 
     Raises:
-        Exception: that of the compiler, if it does not even take the rules' choice.
+        Exception: the error of the compiler, if even the default choice does not compile.
     """
     jobs = []
     residuals = _residuals(backend, call)
@@ -195,7 +200,7 @@ def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
 
 
 def _residuals(backend: Backend, call: Call):
-    """Computes the residuals from which the backward starts: the leaves of the pullback."""
+    """Computes the residuals from which the backward pass starts: the leaves of the pullback."""
     tiles = backend.blocks(call.problem, None)
     save = jax.jit(lambda operands: _pullback(backend, call, tiles, operands))
     return jax.tree.leaves(save(call.operands))
@@ -251,10 +256,11 @@ def _repetitions(call: Call, products: int) -> int:
 
 
 def _repeated(step, x, count: int):
-    """Runs step(x) `count` times in one program, so that no reading includes the host's part.
+    """Runs step(x) `count` times in one program, so that no reading includes time of the host.
 
-    Each call waits for the one before: a zero made of all of its results is added to one element
-    of x. It takes all of them, as XLA drops the kernel of a result that nobody reads.
+    Each call waits for the previous one: a zero computed from all of its results is added to one
+    element of x. All results are needed, because XLA drops the kernel of a result that nobody
+    reads.
     """
     first = (0,) * x.ndim
     one = (1,) * x.ndim
@@ -277,9 +283,9 @@ def milliseconds(program: Program) -> float:
 
 
 def readings(programs: list[Program]) -> list[list[float]]:
-    """Measures every program once in each round, each round starting with another of them.
+    """Measures every program once per round. Each round starts with a different program.
 
-    Clocks drift by 10 % within minutes, so only times of one round are comparable.
+    Clocks drift by 10 % within minutes, so only times of the same round are comparable.
     """
     for program in programs:
         milliseconds(program)  # the first run loads the kernel
@@ -292,9 +298,9 @@ def readings(programs: list[Program]) -> list[list[float]]:
 
 
 def fastest(times: list[list[float]]) -> tuple[int, float]:
-    """Returns (index of the fastest, its speed relative to the first); (0, 1.0) if it gains little.
+    """Returns (index of the fastest, its speed relative to the first); (0, 1.0) for a small gain.
 
-    A gain below LEAST_GAIN is too little.
+    A gain is small if it is below LEAST_GAIN.
     """
     first = times[0]
     ratios = [statistics.median(map(operator.truediv, first, mine)) for mine in times]

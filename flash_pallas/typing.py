@@ -1,7 +1,7 @@
 """Types of arguments, for code that calls this package: `backend: BackendName = "auto"`.
 
-A type checker reads `Float[Array, "*B T N H"]` as `Array`; the rest says dtype and shape to people.
-An axis with `#` may be 1, `*` stands for any number of axes.
+A type checker reads `Float[Array, "*B T N H"]` as `Array`; the dtype and the shape are for human
+readers. An axis with `#` may be 1, and `*` stands for any number of axes.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ else:
     Values = TypeVar("Values")
 
 AnyArray = Array | np.ndarray
-"""An array of JAX or numpy."""
+"""A JAX or numpy array."""
 Integer = int | np.integer
-"""A number that is known while tracing."""
+"""An integer that is known while tracing."""
 MeshAxes = str | tuple[str, ...] | None
 """Mesh axes that shard one axis of an array."""
 
 BackendName = Literal["auto", "hopper", "cudnn", "portable", "xla"]
 """`backend` of every function and layer."""
 Differentiable = Literal["reverse", "any"]
-"""`differentiable` of `flash_attention`: once in reverse mode, or in both modes to any order."""
+"""`differentiable` of `flash_attention`: once in reverse mode, or to any order in both modes."""
 EmptyRows = Literal["zero", "mean"]
 """`empty_rows` of `flash_attention`: the result of a query that sees no key."""
 Precision = Literal["default", "high", "highest"] | jax.lax.Precision
-"""`precision` of `flash_attention`: that of float32 matmuls."""
+"""`precision` of `flash_attention`: the precision of float32 matmuls."""
 Alignment = Literal["start", "end"]
-"""`alignment` of `flash_attention_varlen`: where the queries of a document lie among its keys."""
+"""`alignment` of `flash_attention_varlen`: how a document's queries are aligned with its keys."""
 NumSplits = Integer | Literal["auto"]
-"""`num_splits` of `flash_decode`: number of ranges in which keys are read."""
+"""`num_splits` of `flash_decode`: the number of ranges into which the keys are split."""
 Strategy = Literal["ring", "all_gather", "ulysses"]
 """`strategy` of `context_parallel_attention`."""
 Layout = Literal["contiguous", "zigzag"]
-"""`layout` of `context_parallel_attention`: order of the tokens of a sharded sequence."""
+"""`layout` of `context_parallel_attention`: the order of the tokens of a sharded sequence."""
 QkNorm = Literal["rms", "layer"]
 """`qk_norm` of the layers."""
 
 _Side = Integer | AnyArray | None
 Window = Integer | AnyArray | tuple[_Side, _Side]
-"""`window` of `flash_attention`: keys on both sides, or (left, right), where None is unbounded."""
+"""`window` of `flash_attention`: an int for both sides, or (left, right); None is unbounded."""
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 """`score_mod` of `flash_attention`: (score, b, n, i, j) -> score."""
 MaskMod = Callable[[Any, Any, Any, Any], Any]

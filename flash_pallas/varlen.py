@@ -1,4 +1,4 @@
-"""Attention of sequences of different lengths that lie one after the other in packed arrays."""
+"""Attention of sequences of different lengths, packed one after the other in the same arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOST = np.iinfo(np.int32).max
 
 
 class VarlenOptions(TypedDict, total=False):
-    """Arguments of `flash_attention_varlen` that have no influence on the type of its result."""
+    """Arguments of `flash_attention_varlen` that do not affect the type of its result."""
 
     cu_seqlens_kv: Int[AnyArray, " documents+1"] | None
     alignment: Alignment | None
@@ -117,40 +117,43 @@ def flash_attention_varlen(
     blocks: Mapping[str, Any] | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Computes `flash_attention` of every document of packed arrays, without padding between them.
+    """Computes `flash_attention` of every document in packed arrays, without padding between them.
 
-    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Documents have any lengths, those of
-    queries and keys may differ, and one compiled program serves all lengths with the same totals.
-    A document may have no queries or no keys. Differentiable as `flash_attention` is.
+    FlashAttention-2 (https://arxiv.org/abs/2307.08691). Documents may have any lengths. The numbers
+    of queries and keys of a document may differ, and either may be 0. One compiled program serves
+    all lengths with the same totals. It is differentiable as `flash_attention` is.
 
-    The keys that a query sees are one interval of the packed keys, so that no ids are compared and
-    tiles outside of it are not read.
+    The keys that a query sees form one interval of the packed keys. So no ids are compared, and
+    tiles outside the interval are not read.
 
     Args:
         q: queries [total_q, N, H] of all documents, one after the other.
-        k: keys [total_kv, K, H], likewise; N is a multiple of K.
+        k: keys [total_kv, K, H] of all documents, one after the other; N is a multiple of K.
         v: values [total_kv, K, Hv].
-        cu_seqlens_q: integers [documents + 1], may be traced: document d has the queries from
-            cu_seqlens_q[d] up to, not including, cu_seqlens_q[d + 1]. It begins with 0 and does not
-            decrease. What lies beyond the last is padding: it may hold anything and returns zeros.
-        cu_seqlens_kv: the same for keys; None if it is cu_seqlens_q.
-        alignment: where the positions of a document's queries begin if lengths differ, for causal,
-            window, ALiBi and mods: "start": its first query is at its first key, as in `jax.nn`;
-            "end": its last query is at its last key, as in flash-attn. Needed only if cu_seqlens_kv
-            is given and something reads positions.
+        cu_seqlens_q: integers [documents + 1], which may be traced: document d has the queries from
+            cu_seqlens_q[d] up to, but not including, cu_seqlens_q[d + 1]. It begins with 0 and does
+            not decrease. Rows beyond the last document are padding: they may hold any values and
+            return zeros.
+        cu_seqlens_kv: the same for keys; None means that it equals cu_seqlens_q.
+        alignment: how the positions of a document's queries and keys are aligned if their numbers
+            differ. This matters for causal, window, ALiBi and mods. "start" puts the first query at
+            the first key, as in `jax.nn`; "end" puts the last query at the last key, as in
+            flash-attn. It is required only if cu_seqlens_kv is given and something uses positions.
         causal: a query sees the keys of its document at positions up to and including its own.
         window: (left, right) as in `flash_attention`, within the document.
-        scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
-        bias: added to the scaled scores, [N, total_q, total_kv], each axis full or 1.
-        mask: bool of the same shapes, True is visible.
+        scale: factor of the scores, a Python number; None is 1 / sqrt(H).
+        bias: added to the scaled scores, [N, total_q, total_kv]; each axis is full or 1.
+        mask: bool of the same shapes as bias; True means visible.
         softcap: scores become softcap * tanh(scores / softcap).
         alibi_slopes: [N], as in `flash_attention`.
         sinks: [N], as in `flash_attention`.
-        dropout_rate: as in `flash_attention`; dropout counts packed queries and keys.
+        dropout_rate: as in `flash_attention`; dropout counts indices in the packed queries and
+            keys.
         dropout_seed: as in `flash_attention`.
         broadcast_dropout: as in `flash_attention`.
-        score_mod: (score, b, n, i, j) -> score; i and j are positions in the document, b is 0.
-        mask_mod: (b, n, i, j) -> bool, likewise.
+        score_mod: (score, b, n, i, j) -> score, where i and j are positions in the document and b
+            is 0.
+        mask_mod: (b, n, i, j) -> bool, with the same arguments.
         deterministic: as in `flash_attention`.
         precision: as in `flash_attention`.
         differentiable: as in `flash_attention`.
@@ -159,14 +162,14 @@ def flash_attention_varlen(
         return_lse: also return the log-sum-exp.
 
     Returns:
-        o [total_q, N, Hv] in q's dtype; with `return_lse` the pair of o and lse [N, total_q] in
-        float32 (float64 for float64), -inf for a query that sees no key.
+        o [total_q, N, Hv] in q's dtype. With `return_lse`, the pair of o and lse [N, total_q] in
+        float32 (float64 for float64); lse is -inf for a query that sees no key.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit, known lengths that do not ascend from 0 or exceed the
-            arrays, or no `alignment` where one is needed.
-        UnsupportedByBackend: the backend asked for by name cannot run this call, and why.
+        TypeError: an argument has the wrong kind or dtype.
+        ValueError: shapes do not match, known lengths do not ascend from 0 or exceed the arrays, or
+            `alignment` is missing where it is required.
+        UnsupportedByBackend: the named backend cannot run this call; the message gives the reason.
 
     Example:
         >>> import jax.numpy as jnp

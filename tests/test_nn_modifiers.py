@@ -260,7 +260,7 @@ def test_examples():
     assert results.attempted == 5 and results.failed == 0
 
 
-def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialised_and_trained():
+def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialized_and_trained():
     @nnx.split_rngs(splits=2)
     @nnx.vmap
     def make(rngs):
@@ -282,7 +282,7 @@ def test_nnx_layers_with_dropout_and_sinks_are_scanned_rematerialised_and_traine
     assert gradient(layers, x)[0] == gradient(layers, x)[0]
 
 
-def test_linen_layers_with_dropout_are_scanned_and_rematerialised():
+def test_linen_layers_with_dropout_are_scanned_and_rematerialized():
     class Stack(linen.Module):
         @linen.compact
         def __call__(self, x, deterministic):
@@ -307,7 +307,7 @@ def test_linen_layers_with_dropout_are_scanned_and_rematerialised():
     first, again, other = gradient(params, 2), gradient(params, 2), gradient(params, 3)
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert first[0] != other[0]
-    # The rematerialised forward draws what the first one drew: along the gradient the loss falls as
+    # The rematerialized forward draws what the first one drew: along the gradient the loss falls as
     # the gradient says, here by a thousandth, but for terms of second order.
     value, slope = float(first[0]), sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(first[1]))
     moved = jax.tree.map(lambda p, g: p - 1e-3 * value / slope * g, params, first[1])

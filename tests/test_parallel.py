@@ -69,7 +69,7 @@ def test_dropout_drops_what_it_drops_on_one_device(devices, strategy):
         np.testing.assert_allclose(from_zigzag(found, 2), expected, **ATOL)
 
 
-def test_a_rematerialised_layer_inside_shard_map(devices):
+def test_a_rematerialized_layer_inside_shard_map(devices):
     mesh = ring_of(devices)
 
     def layer(attend, x, k, v):

@@ -1,8 +1,8 @@
 """Functions with the names, layouts and conventions of other attention libraries.
 
 Each module has those of one library, for JAX arrays. They translate arguments and call
-`flash_attention`, `flash_attention_varlen`, `flash_decode` or `ragged_paged_attention`; what these
-cannot do is refused.
+`flash_attention`, `flash_attention_varlen`, `flash_decode` or `ragged_paged_attention`. They refuse
+what these functions cannot do.
 """
 
 from . import flash_attn as flash_attn

@@ -1,4 +1,4 @@
-"""The window in a mask_mod: comparisons of positions are found, so that blocks can be skipped."""
+"""The window of a mask_mod, found in its comparisons of positions so that blocks can be skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Band:
     Attributes:
         left: int of any sign; None is unbounded.
         right: the same.
-        exact: whether all keys of the band are seen. Otherwise it is an upper bound.
+        exact: whether all keys of the band are visible. Otherwise the band is an upper bound.
     """
 
     left: int | None = None
@@ -46,12 +46,12 @@ class Band:
 
     @property
     def is_window(self) -> bool:
-        """True if `window` alone says what is visible."""
+        """True if `window` alone describes what is visible."""
         return self.exact and (self.window is not None or self._sides == (None, None))
 
     @property
     def window(self) -> tuple[int | None, int | None] | None:
-        """The argument of `flash_attention`; None if there is none, or a side is negative."""
+        """The argument of `flash_attention`; None if it is unbounded or a side is negative."""
         if self._sides == (None, None) or min(x for x in self._sides if x is not None) < 0:
             return None
         return self._sides
@@ -80,10 +80,10 @@ COMPARISONS = {"le": (1, 0), "lt": (1, 1), "ge": (-1, 0), "gt": (-1, 1)}
 
 
 def band_of(mask_mod: Callable) -> Band:
-    """Returns the smallest band that its comparisons of positions show a mask_mod to keep.
+    """Returns the smallest band that provably contains all keys that a mask_mod shows.
 
-    Sums and differences of i, j and integers are followed, comparisons of two of them, "and" and
-    "or". What else there is may be anything.
+    It follows sums and differences of i, j and integers, comparisons between two of them, "and" and
+    "or". Everything else is treated as unknown.
 
     Args:
         mask_mod: (b, n, i, j) -> bool, traceable.

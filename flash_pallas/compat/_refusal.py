@@ -1,4 +1,4 @@
-"""Refusal of arguments of other libraries that have no counterpart here."""
+"""Refusal of other libraries' arguments that have no counterpart here."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def check_heads_first(arrays: dict[str, Any], enable_gqa: bool, *, has_heads: bo
     """Checks queries, keys and values [*batch, heads, length, head_dim], by their names.
 
     Args:
-        arrays: the three by name.
-        enable_gqa: whether there may be fewer heads of keys.
-        has_heads: whether there is an axis of heads at all.
+        arrays: the three arrays by name.
+        enable_gqa: whether keys may have fewer heads than queries.
+        has_heads: whether the arrays have an axis of heads.
 
     Raises:
-        TypeError: no arrays.
-        ValueError: they do not fit together, or heads differ without `enable_gqa`.
+        TypeError: an argument is not an array.
+        ValueError: the arrays do not fit together, or heads differ without `enable_gqa`.
     """
     shapes = [tuple(validate.as_array(name, x).shape) for name, x in arrays.items()]
     told = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))

@@ -1,7 +1,7 @@
 """The functions of flash-attn 2 on JAX arrays (https://github.com/Dao-AILab/flash-attention, 2.8).
 
-Layouts, defaults and the order of arguments are flash-attn's. Causal masks, windows and ALiBi are
-aligned at the bottom right: the last query has the position of the last key.
+Layouts, defaults and the order of arguments are those of flash-attn. Causal masks, windows and
+ALiBi are aligned at the bottom right: the last query has the position of the last key.
 """
 
 from __future__ import annotations
@@ -82,30 +82,32 @@ def flash_attn_func(
 ) -> Float[Array, "B T N Hv"]:
     """Computes attention with the arguments and conventions of flash-attn's `flash_attn_func`.
 
-    flash-attn 2.8, flash_attn/flash_attn_interface.py. The order on a score: scale, softcap, ALiBi,
-    then the mask. A query that sees no key returns zeros.
+    flash-attn 2.8, flash_attn/flash_attn_interface.py. A score is modified in the order scale,
+    softcap, ALiBi, and then masked. A query that sees no key returns zeros.
 
     Args:
-        q: queries [B, T, N, H], any dtype of `flash_attention`.
+        q: queries [B, T, N, H] in any dtype of `flash_attention`.
         k: keys [B, S, K, H]; N is a multiple of K.
         v: values [B, S, K, Hv].
-        dropout_p: share of the weights that is dropped. It needs `dropout_seed`.
-        softmax_scale: multiplies the scores, a Python number; None is 1 / sqrt(H).
+        dropout_p: fraction of the weights that is dropped. Requires `dropout_seed`.
+        softmax_scale: factor of the scores, a Python number; None is 1 / sqrt(H).
         causal: query i sees the keys up to i + S - T.
         window_size: (left, right): query i sees the keys from i + S - T - left to
             i + S - T + right; a negative number or None is unbounded.
-        softcap: scores become softcap * tanh(scores / softcap); 0.0 is none.
-        alibi_slopes: [N] or [B, N]: slope * |i + S - T - j| is subtracted. Differentiable here.
-        deterministic: gradients must be bit-identical from run to run.
-        return_attn_probs: refused, as the weights are never in memory.
-        dropout_seed: an int, integer array or key of jax.random; torch keeps one in global state.
+        softcap: scores become softcap * tanh(scores / softcap). 0.0 means no softcap.
+        alibi_slopes: [N] or [B, N]: slope * |i + S - T - j| is subtracted from scores.
+            Differentiable here.
+        deterministic: make gradients bit-identical from run to run.
+        return_attn_probs: refused, because the weights are never in memory.
+        dropout_seed: an int, an integer array or a key of jax.random. (torch keeps a seed in global
+            state.)
 
     Returns:
         o [B, T, N, Hv] in q's dtype.
 
     Raises:
-        ValueError: `return_attn_probs`, or what `flash_attention` refuses.
-        TypeError: an argument of the wrong kind or dtype.
+        ValueError: `return_attn_probs` is set, or `flash_attention` refuses the call.
+        TypeError: an argument has the wrong kind or dtype.
 
     Example:
         >>> import jax.numpy as jnp
@@ -141,20 +143,21 @@ class _FlashAttnOptions(TypedDict, total=False):
 def flash_attn_qkvpacked_func(
     qkv: Float[AnyArray, "B T 3 N H"], *args: Any, **options: Unpack[_FlashAttnOptions]
 ) -> Float[Array, "B T N H"]:
-    """Computes `flash_attn_func` of queries, keys and values that lie in one array.
+    """Computes `flash_attn_func` of queries, keys and values that are stored in one array.
 
     flash-attn 2.8, flash_attn/flash_attn_interface.py.
 
     Args:
         qkv: queries, keys and values [B, T, 3, N, H].
-        *args: those of `flash_attn_func` from `dropout_p` on, in its order.
-        **options: those of `flash_attn_func` by name.
+        *args: arguments of `flash_attn_func` from `dropout_p` on, in its order.
+        **options: arguments of `flash_attn_func` by name.
 
     Returns:
         o [B, T, N, H] in qkv's dtype.
 
     Raises:
-        ValueError: qkv has another shape, and as `flash_attn_func`.
+        ValueError: qkv has another shape.
+        Exception: the same exceptions as `flash_attn_func`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -173,21 +176,22 @@ def flash_attn_kvpacked_func(
     *args: Any,
     **options: Unpack[_FlashAttnOptions],
 ) -> Float[Array, "B T N H"]:
-    """Computes `flash_attn_func` of keys and values that lie in one array.
+    """Computes `flash_attn_func` of keys and values that are stored in one array.
 
     flash-attn 2.8, flash_attn/flash_attn_interface.py.
 
     Args:
         q: queries [B, T, N, H].
         kv: keys and values [B, S, 2, K, H].
-        *args: those of `flash_attn_func` from `dropout_p` on, in its order.
-        **options: those of `flash_attn_func` by name.
+        *args: arguments of `flash_attn_func` from `dropout_p` on, in its order.
+        **options: arguments of `flash_attn_func` by name.
 
     Returns:
         o [B, T, N, H] in q's dtype.
 
     Raises:
-        ValueError: kv has another shape, and as `flash_attn_func`.
+        ValueError: kv has another shape.
+        Exception: the same exceptions as `flash_attn_func`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -221,30 +225,30 @@ def flash_attn_varlen_func(
     *,
     dropout_seed: Integer | AnyArray | None = None,
 ) -> Float[Array, "total_q N Hv"]:
-    """Computes attention of packed sequences as flash-attn's `flash_attn_varlen_func`.
+    """Computes attention of packed sequences, like flash-attn's `flash_attn_varlen_func`.
 
     flash-attn 2.8, flash_attn/flash_attn_interface.py. Masks, windows and ALiBi are aligned at the
     end of each sequence: its last query has the position of its last key.
 
     Args:
         q: queries [total_q, N, H] of all sequences, one after the other.
-        k: keys [total_k, K, H]; N is a multiple of K. With `block_table` pages of them
+        k: keys [total_k, K, H]; N is a multiple of K. With `block_table`, pages of keys
             [num_pages, page_size, K, H].
         v: values [total_k, K, Hv], or pages [num_pages, page_size, K, Hv].
-        cu_seqlens_q: integers [documents + 1], where each sequence of queries begins, and the end.
-            May be traced.
+        cu_seqlens_q: integers [documents + 1]: the row at which the queries of each sequence begin,
+            and finally the end. May be traced.
         cu_seqlens_k: the same for keys.
-        max_seqlen_q: taken for its place among the arguments; any length will do.
-        max_seqlen_k: the same.
-        dropout_p: as in `flash_attn_func`, like all that follow.
-        softmax_scale: number or None.
-        causal: query i of T sees the keys of its sequence, S of them, up to i + S - T.
+        max_seqlen_q: accepted for compatibility and not used.
+        max_seqlen_k: accepted for compatibility and not used.
+        dropout_p: as in `flash_attn_func`, like all arguments that follow.
+        softmax_scale: a number or None.
+        causal: in a sequence of T queries and S keys, query i sees the keys up to i + S - T.
         window_size: (left, right); a negative number or None is unbounded.
-        softcap: 0.0 is none.
-        alibi_slopes: [N]; one for each sequence is refused.
-        deterministic: gradients must be bit-identical from run to run.
+        softcap: 0.0 means no softcap.
+        alibi_slopes: [N]; slopes for each sequence are refused.
+        deterministic: make gradients bit-identical from run to run.
         return_attn_probs: refused.
-        block_table: integers [documents, max_pages]: pages of each sequence, which are copied into
+        block_table: integers [documents, max_pages]: pages of each sequence. They are copied into
             packed arrays.
         dropout_seed: as in `flash_attn_func`.
 
@@ -252,8 +256,9 @@ def flash_attn_varlen_func(
         o [total_q, N, Hv] in q's dtype; zeros beyond the last sequence.
 
     Raises:
-        ValueError: an argument that is refused, and as `flash_attention_varlen`.
-        TypeError: an argument of the wrong kind or dtype.
+        ValueError: an argument is refused.
+        TypeError: an argument has the wrong kind or dtype.
+        Exception: the same exceptions as `flash_attention_varlen`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -288,7 +293,7 @@ def flash_attn_varlen_func(
 
 
 class _KVCacheOptions(TypedDict, total=False):
-    """Arguments of `flash_attn_with_kvcache` that have no influence on the type of its result."""
+    """Arguments of `flash_attn_with_kvcache` that do not affect the type of its result."""
 
     cache_batch_idx: Int[AnyArray, " B"] | None
     cache_leftpad: Int[AnyArray, " B"] | None
@@ -394,51 +399,54 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Computes attention to a KV cache as flash-attn's `flash_attn_with_kvcache`.
+    """Computes attention to a KV cache, like flash-attn's `flash_attn_with_kvcache`.
 
-    flash-attn 2.8, flash_attn/flash_attn_interface.py. JAX arrays cannot be written in place: where
-    k and v are given, the caches with them in are returned too. Under jit, donate the old ones.
+    flash-attn 2.8, flash_attn/flash_attn_interface.py. JAX arrays cannot be written in place, so if
+    k and v are given, the updated caches are returned too. Under jit, donate the old caches.
 
-    `flash_decode` runs steps of up to 16 queries; more, or a window or ALiBi without `causal`, a
-    softcap with ALiBi, and pages of other sizes than `flash_decode` takes run `flash_attention`.
-    There pages are gathered into a contiguous copy. Not differentiable through `flash_decode`, as
-    in flash-attn.
+    `flash_decode` runs steps of up to 16 queries. `flash_attention` runs everything else: more
+    queries, a window or ALiBi without `causal`, a softcap with ALiBi, and page sizes that
+    `flash_decode` does not take. For it, pages are first gathered into a contiguous copy. Calls
+    that run `flash_decode` are not differentiable, as in flash-attn.
 
     Args:
         q: queries [B, T, N, H].
-        k_cache: [B, S, K, H]; with `cache_batch_idx` any number of rows; with `block_table` pages
-            [num_pages, page_size, K, H] of any size.
+        k_cache: keys [B, S, K, H]. With `cache_batch_idx`, any number of rows. With `block_table`,
+            pages [num_pages, page_size, K, H] of any size.
         v_cache: the same for values.
-        k: keys [B, new, K, H] to put into the cache behind its `cache_seqlens`, before attention.
-            Those for which there is no room are an error where cache_seqlens is computed. Under
-            jit they are dropped, and change nothing for the others.
-        v: values [B, new, K, Hv]; given together with k.
-        rotary_cos: [positions, rotary_dim / 2]: k and q are rotated, k by its positions in the
-            cache. q starts there too and goes on by one a query if `causal` or with a window.
-        rotary_sin: the same of the sine.
-        cache_seqlens: an int or integers [B]: number of keys before the new ones. None is all of
-            the cache, which leaves no room for k.
-        cache_batch_idx: integers [B]: rows of the cache; they are copied.
-        cache_leftpad: integers [B]: keys before it are hidden.
+        k: keys [B, new, K, H] that are put into the cache behind its `cache_seqlens` before
+            attention. Keys without room raise an error if cache_seqlens is known. Under jit they
+            are dropped, without affecting the other keys.
+        v: values [B, new, K, Hv]; must be given together with k.
+        rotary_cos: cosines [positions, rotary_dim / 2], by which k and q are rotated. k is rotated
+            by its positions in the cache. The first query has the position of the first new key.
+            Later queries have later positions if `causal` is set or there is a window, and
+            otherwise the same one.
+        rotary_sin: sines of the same shape.
+        cache_seqlens: an int or integers [B]: number of keys before the new ones. None means the
+            whole cache, which leaves no room for k.
+        cache_batch_idx: integers [B]: the rows of the cache to use. They are copied.
+        cache_leftpad: integers [B]: the number of keys at the start that are hidden.
         block_table: integers [B, max_pages]: pages of each sequence.
         softmax_scale: as in `flash_attn_func`.
-        causal: query i of T sees the keys up to i + keys - T, new ones counted.
-        window_size: as in `flash_attn_func`, aligned the same.
+        causal: query i of T sees the keys up to i + keys - T, where keys includes the new ones.
+        window_size: as in `flash_attn_func`, with the same alignment.
         softcap: as in `flash_attn_func`.
-        rotary_interleaved: rotate neighbours (GPT-J), not the two halves (GPT-NeoX).
+        rotary_interleaved: rotate pairs of neighbours (GPT-J) instead of the two halves (GPT-NeoX).
         alibi_slopes: as in `flash_attn_func`.
-        num_splits: ranges in which `flash_decode` reads the keys; 0 is its own choice, and the only
-            one where `flash_attention` runs.
+        num_splits: number of ranges into which `flash_decode` splits the keys. 0 lets it choose,
+            and is the only valid value where `flash_attention` runs.
         return_softmax_lse: also return the log-sum-exp.
 
     Returns:
-        o [B, T, N, Hv] in q's dtype. Where there is more, a tuple: with `return_softmax_lse`
-        (o, lse [B, N, T] in float32); where k is given, k_cache and v_cache come at its end.
+        o [B, T, N, Hv] in q's dtype. If more is requested, a tuple: with `return_softmax_lse`, (o,
+        lse [B, N, T] in float32). If k is given, k_cache and v_cache follow at the end.
 
     Raises:
-        ValueError: arguments that exclude or need one another; computed cache_seqlens or
-            cache_leftpad that are negative or beyond the room; and as `flash_attention`.
-        TypeError: an argument of the wrong kind or dtype.
+        ValueError: arguments exclude or require one another, or known cache_seqlens or
+            cache_leftpad are negative or beyond the room.
+        TypeError: an argument has the wrong kind or dtype.
+        Exception: the same exceptions as `flash_attention`.
 
     Example:
         >>> import jax.numpy as jnp

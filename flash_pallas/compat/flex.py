@@ -1,7 +1,7 @@
 """PyTorch's FlexAttention on JAX arrays (torch 2.13, torch.nn.attention.flex_attention).
 
-`score_mod(score, b, h, q_idx, kv_idx)` and `mask_mod(b, h, q_idx, kv_idx)` take the arguments of
-PyTorch's in the same order, and are elementwise JAX.
+`score_mod(score, b, h, q_idx, kv_idx)` and `mask_mod(b, h, q_idx, kv_idx)` take the same arguments
+in the same order as in PyTorch. They are elementwise JAX functions.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ WORDS = Words(
 
 
 class AuxRequest(NamedTuple):
-    """Request for more outputs of `flex_attention`: torch's AuxRequest.
+    """Request for additional outputs of `flex_attention`: torch's AuxRequest.
 
     Attributes:
-        lse: the log-sum-exp.
-        max_scores: the largest visible score of every query.
+        lse: whether to return the log-sum-exp.
+        max_scores: whether to return the largest visible score of every query.
     """
 
     lse: bool = False
@@ -79,15 +79,16 @@ class AuxOutput(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class BlockMask:
-    """A mask of `flex_attention`, made by `create_block_mask`; a pytree.
+    """A mask of `flex_attention`, made by `create_block_mask`. It is a pytree.
 
-    It holds no table of blocks, unlike torch's: which blocks are skipped follows from `band`.
+    Unlike torch's, it holds no table of blocks. Which blocks are skipped follows from `band`, or
+    from the mask_mod if it reads positions alone.
 
     Attributes:
         mask_mod: (b, h, q_idx, kv_idx) -> bool.
-        shape: (B, H, Q_LEN, KV_LEN), 1 for an axis that was None.
-        band: window that holds all visible keys; keys outside are never loaded.
-        dense: bool of this shape, or None.
+        shape: (B, H, Q_LEN, KV_LEN), with 1 for an axis that was None.
+        band: window that contains all visible keys. Keys outside are never loaded.
+        dense: the mask as bool of this shape, or None.
     """
 
     mask_mod: MaskMod
@@ -102,12 +103,12 @@ def noop_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Array:
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Returns a mask_mod that sees what all of these see, of none all keys (torch 2.13)."""
+    """Returns a mask_mod that shows what all of these show; of none, all keys (torch 2.13)."""
     return _joined(jnp.logical_and, mask_mods or (noop_mask,))
 
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
-    """Returns a mask_mod that sees what any of these sees, of none no key (torch 2.13)."""
+    """Returns a mask_mod that shows what any of these shows; of none, no key (torch 2.13)."""
     return _joined(jnp.logical_or, mask_mods or (lambda *where: jnp.bool_(False),))
 
 
@@ -126,12 +127,12 @@ def _joined(join: Callable, mask_mods: tuple[Callable, ...]) -> Callable:
 def create_mask(
     mask_mod: MaskMod, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int
 ) -> Bool[Array, "B H Q_LEN KV_LEN"]:
-    """Evaluates a mask_mod for every query and key, as torch 2.13's `create_mask`.
+    """Evaluates a mask_mod for every query and key, like torch 2.13's `create_mask`.
 
     Args:
-        mask_mod: (b, h, q_idx, kv_idx) -> bool, any JAX on scalars.
-        B: number of batch entries, None is 1.
-        H: number of query heads, None is 1.
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, any JAX function of scalars.
+        B: number of batch entries; None means 1.
+        H: number of query heads; None means 1.
         Q_LEN: number of queries.
         KV_LEN: number of keys.
 
@@ -178,32 +179,34 @@ def create_block_mask(
     *,
     dense: bool = False,
 ) -> BlockMask:
-    """Makes the mask of `flex_attention`, as torch 2.13's `create_block_mask`.
+    """Makes the mask of `flex_attention`, like torch 2.13's `create_block_mask`.
 
-    Comparisons of q_idx with kv_idx, joined by & and |, become a window, outside of which no key is
-    loaded: causal masks and sliding windows cost what they cost by `causal` and `window`. Other
-    masks are evaluated in the kernel, and what they hide is computed and discarded:
-    `flash_pallas.BlockMask`, which `flash_pallas.flash_attention` takes, skips their empty blocks.
+    Comparisons of q_idx with kv_idx that are joined by & and | become a window, outside of which no
+    key is loaded. So causal masks and sliding windows cost as much as with `causal` and `window`.
+    Other masks are evaluated in the kernel. Their empty blocks are skipped only if the mask_mod
+    reads nothing but q_idx and kv_idx and the lengths are long enough, as for `mask_mod` of
+    `flash_attention`; otherwise hidden scores are computed and discarded. `flash_pallas.BlockMask`,
+    which `flash_pallas.flash_attention` takes, skips the empty blocks of every mask.
 
     Args:
-        mask_mod: (b, h, q_idx, kv_idx) -> bool, elementwise JAX on scalars. It may capture arrays:
-            those of integers and bools, such as ids of documents, indexed by b and q_idx or by b
+        mask_mod: (b, h, q_idx, kv_idx) -> bool, elementwise JAX on scalars. It may capture arrays.
+            Arrays of integers and bools, such as document ids, are indexed by b and q_idx or by b
             and kv_idx; others by b and h.
-        B: number of batch entries, None is all the same.
-        H: number of query heads, None is all the same.
+        B: number of batch entries; None means that all have the same mask.
+        H: number of query heads; None means that all have the same mask.
         Q_LEN: number of queries.
         KV_LEN: number of keys.
-        device: refused: JAX has no device here.
-        BLOCK_SIZE: refused unless it is the default: tiles are chosen for the GPU.
-        dense: evaluate the mask here, into B * H * Q_LEN * KV_LEN bytes; then it may index any
-            array by anything.
+        device: refused, because the mask runs where the arrays are.
+        BLOCK_SIZE: refused unless it is the default, because tiles are chosen for the GPU.
+        dense: evaluate the mask at once into B * H * Q_LEN * KV_LEN bytes. The mask_mod may then
+            index any array by anything.
 
     Returns:
         A `BlockMask`.
 
     Raises:
-        TypeError: a mask_mod of other arguments, or that does not return one bool.
-        ValueError: an argument that is refused, or a mask_mod that is not elementwise.
+        TypeError: mask_mod takes other arguments, or does not return one bool.
+        ValueError: an argument is refused, or mask_mod is not elementwise.
 
     Example:
         >>> from flash_pallas.compat.flex import create_block_mask
@@ -302,30 +305,31 @@ def flex_attention(
 ) -> Any:
     """Computes attention with the arguments of PyTorch's `flex_attention`.
 
-    torch 2.13, torch.nn.attention.flex_attention. The order on a score: scale, score_mod, mask. A
-    query that sees no key returns zeros and a log-sum-exp of -inf.
+    torch 2.13, torch.nn.attention.flex_attention. A score is modified in the order scale,
+    score_mod, and then masked. A query that sees no key returns zeros and a log-sum-exp of -inf.
 
     Args:
         query: [B, N, T, E].
-        key: [B, K, S, E]; K is N, or with `enable_gqa` a divisor of it.
+        key: [B, K, S, E]; K is N, or with `enable_gqa` a divisor of N.
         value: [B, K, S, Ev].
         score_mod: (score, b, h, q_idx, kv_idx) -> score, elementwise JAX on scalars. It may capture
-            arrays, differentiable, that are indexed by b and h.
-        block_mask: from `create_block_mask`, made for these lengths.
-        scale: multiplies the scores, a Python number; None is 1 / sqrt(E).
-        enable_gqa: allow K != N.
-        return_lse: also return the log-sum-exp; differentiable.
-        kernel_options: refused; `blocks` of `flash_attention` has tile sizes.
-        return_aux: what else to return, an `AuxRequest`.
+            arrays that are indexed by b and h, which are differentiable.
+        block_mask: a mask from `create_block_mask`, made for these lengths.
+        scale: factor of the scores, a Python number; None is 1 / sqrt(E).
+        enable_gqa: allow K to differ from N.
+        return_lse: also return the log-sum-exp, which is differentiable.
+        kernel_options: refused; pass tile sizes as `blocks` of `flash_attention`.
+        return_aux: an `AuxRequest` that says what else to return.
 
     Returns:
-        o [B, N, T, Ev] in query's dtype; with `return_lse` the pair of o and the natural
-        log-sum-exp, float32 [B, N, T]; with `return_aux` the pair of o and an `AuxOutput`.
+        o [B, N, T, Ev] in query's dtype. With `return_lse`, the pair of o and the natural
+        log-sum-exp, float32 [B, N, T]. With `return_aux`, the pair of o and an `AuxOutput`.
 
     Raises:
-        ValueError: a mask of other lengths, heads that differ without `enable_gqa`,
-            `kernel_options`, a function that is not elementwise, and as `flash_attention`.
-        TypeError: an argument of the wrong kind or dtype.
+        ValueError: the mask has other lengths, heads differ without `enable_gqa`, `kernel_options`
+            are given, or a function is not elementwise.
+        TypeError: an argument has the wrong kind or dtype.
+        Exception: the same exceptions as `flash_attention`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""jax's ragged paged attention for TPUs, by the same name, on GPUs (jax 0.11 and 0.12).
+"""jax's ragged paged attention for TPUs, under the same name, on GPUs (jax 0.11 and 0.12).
 
-The module of this name of jax's Pallas ops for TPUs: pages hold keys and values together, and the
-scores are not scaled by default.
+It follows the module of this name of jax's Pallas ops for TPUs. Pages hold keys and values
+together, and scores are not scaled by default.
 """
 
 from __future__ import annotations
@@ -58,25 +58,27 @@ def ragged_paged_attention(
 ) -> Float[Array, "tokens N H"]:
     """Computes attention of prompts and steps over pages, with the arguments of jax's TPU kernel.
 
-    jax 0.11, the package ragged_paged_attention of its Pallas ops for TPUs. The pages are read as
-    they are. A query that sees no key returns zeros, as do rows that no sequence has.
+    jax 0.11, the package ragged_paged_attention of its Pallas ops for TPUs. The pages are read
+    without a copy. A query that sees no key returns zeros, and so do rows that belong to no
+    sequence.
 
     Args:
         q: queries [tokens, N, H] of all sequences, one after the other.
-        kv_pages: [P, page_size, 2 * K, H]: head 2 * i holds the keys of KV head i, and head
-            2 * i + 1 its values. In q's dtype, float8_e4m3fn or int8; page_size is a multiple of 16
+        kv_pages: [P, page_size, 2 * K, H]: head 2 * i holds the keys of KV head i, and head 2 * i +
+            1 its values. The dtype is q's, float8_e4m3fn or int8. page_size is a multiple of 16
             from 16 to 256.
-        kv_lens: int32 [S], number of keys of each sequence, its queries' own included.
+        kv_lens: int32 [S], number of keys of each sequence, including those of its queries.
         page_indices: int32 [S, max_pages], pages of each sequence.
-        cu_q_lens: int32 [S + 1], the first row of each sequence, and the end.
-        num_seqs: int32 [1], number of sequences that there are.
-        sm_scale: multiplies the scores.
-        sliding_window: number of keys that a query sees, its own included; None is all.
+        cu_q_lens: int32 [S + 1], the first row of each sequence, and finally the end.
+        num_seqs: int32 [1], number of sequences in use.
+        sm_scale: factor of the scores.
+        sliding_window: number of keys that a query sees, including its own; None means all.
         soft_cap: scores become cap * tanh(scores / cap).
-        mask_value: refused: hidden scores are -inf.
+        mask_value: refused, because hidden scores are -inf.
         k_scale: a number that multiplies the keys.
         v_scale: a number that multiplies the values.
-        num_kv_pages_per_block: refused, as the next: tile sizes of another kernel.
+        num_kv_pages_per_block: refused, like the next argument: these are tile sizes of another
+            kernel.
         num_queries_per_block: refused.
         vmem_limit_bytes: refused.
 
@@ -84,8 +86,8 @@ def ragged_paged_attention(
         o [tokens, N, H] in q's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together, or an argument without a counterpart.
-        TypeError: an argument of the wrong kind or dtype.
+        ValueError: shapes do not match, or an argument has no counterpart.
+        TypeError: an argument has the wrong kind or dtype.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,8 +1,8 @@
-"""jax's splash attention for TPUs, by the same names, on GPUs (jax 0.11 and 0.12).
+"""jax's splash attention for TPUs, under the same names, on GPUs (jax 0.11 and 0.12).
 
-The package splash_attention of jax's Pallas ops for TPUs: masks are objects, `make_splash_mha`
-makes a kernel of one, and the kernel takes [heads, length, head_dim] and scales nothing. Mask
-objects of jax, and others that have the same names and fields, are taken too.
+It follows the package splash_attention of jax's Pallas ops for TPUs. Masks are objects, and
+`make_splash_mha` makes a kernel from one. The kernel takes [heads, length, head_dim] and does not
+scale anything. It also accepts mask objects of jax, and others that have the same names and fields.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WORDS = Words(
 
 
 class SegmentIds(NamedTuple):
-    """Documents of packed sequences; negative ids are padding here.
+    """Document ids of packed sequences. Here, negative ids are padding.
 
     Attributes:
-        q: integers [T].
-        kv: integers [S].
+        q: integers [T], the ids of the queries.
+        kv: integers [S], the ids of the keys.
     """
 
     q: Int[Array, " T"]
@@ -48,7 +48,7 @@ class SegmentIds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Base class of masks of one head, which are joined by & and |.
+    """Base class of masks of one head. Masks are combined by & and |.
 
     Attributes:
         shape: (number of queries, number of keys).
@@ -69,7 +69,7 @@ class Mask:
         return LogicalOr(self, other)
 
     def __getitem__(self, at) -> np.ndarray:
-        """Returns a part of the mask, written out as bools, as in mask[:, :]."""
+        """Returns a part of the mask as an array of bools, as in mask[:, :]."""
         return _dense(_shown(self))[at]
 
     def __bool__(self) -> bool:
@@ -97,7 +97,7 @@ class LocalMask(Mask):
     """Mask that shows query i the keys from i + offset - left to i + offset + right.
 
     Attributes:
-        window_size: (left, right), None is unbounded.
+        window_size: (left, right); None is unbounded.
         offset: position of query 0, where key 0 has position 0.
     """
 
@@ -126,7 +126,7 @@ class ChunkedCausalMask(Mask):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class NumpyMask(Mask):
-    """Mask of an array, True is visible.
+    """Mask from an array, where True means visible.
 
     Attributes:
         array: bool [T, S].
@@ -169,10 +169,10 @@ class LogicalOr(_Joined):
 
 @dataclasses.dataclass(frozen=True)
 class MultiHeadMask:
-    """Masks of all query heads, one each.
+    """Masks of all query heads, one for each head.
 
     Attributes:
-        masks: masks of one shape.
+        masks: masks of the same shape.
     """
 
     masks: Sequence[Any]
@@ -200,17 +200,17 @@ class _Ids(Protocol):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplashAttentionKernel[Result]:
-    """Attention of one batch entry with a fixed mask; map over a batch with `jax.vmap`.
+    """Attention of one batch entry with a fixed mask. Use `jax.vmap` for a batch.
 
-    Made by `make_splash_mha` and `make_splash_mqa`. Like jax's it is a pytree, whose one leaf is a
-    mask that is written out, and may be passed to jit and `jax.shard_map`. Unlike jax's it is
-    differentiable with `save_residuals`.
+    `make_splash_mha` and `make_splash_mqa` make it. Like jax's kernel it is a pytree and may be
+    passed to jit and `jax.shard_map`; its only leaf is a mask in the form of an array. Unlike jax's
+    kernel, it is differentiable with `save_residuals`.
 
     Attributes:
         heads: number of query heads.
         lengths: (number of queries, number of keys).
         is_mqa: whether keys and values have no axis of heads.
-        save_residuals: whether the log-sum-exp is returned too.
+        save_residuals: whether the log-sum-exp is also returned.
         options: arguments of `flash_attention`.
     """
 
@@ -221,14 +221,14 @@ class SplashAttentionKernel[Result]:
     options: dict[str, Any]
 
     def tree_flatten(self):
-        """Returns the mask that is written out, or no leaf, and everything static."""
+        """Returns the mask array, if there is one, as the leaf, and everything static."""
         rest = {name: x for name, x in self.options.items() if name != "mask"}
         sizes = self.heads, self.lengths, self.is_mqa, self.save_residuals
         return (self.options.get("mask"),), (*sizes, tuple(rest.items()))
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        """Makes the kernel of what `tree_flatten` returned."""
+        """Makes the kernel from what `tree_flatten` returned."""
         (mask,), (heads, lengths, is_mqa, save_residuals, rest) = leaves, static
         options = dict(rest) if mask is None else {"mask": mask, **dict(rest)}
         return cls(heads, lengths, is_mqa, save_residuals, options)
@@ -241,20 +241,20 @@ class SplashAttentionKernel[Result]:
         segment_ids: _Ids | None = None,
         sinks: Float[AnyArray, " N"] | None = None,
     ) -> Result:
-        """Computes attention; scores are not scaled: multiply q by 1 / sqrt(H) before.
+        """Computes attention. Scores are not scaled: multiply q by 1 / sqrt(H) before the call.
 
         Args:
             q: queries [N, T, H].
-            k: keys [K, S, H], or [S, H] of an mqa kernel.
+            k: keys [K, S, H], or [S, H] if the kernel is_mqa.
             v: values [K, S, Hv], or [S, Hv].
-            segment_ids: anything with integers [T] in `q` and [S] in `kv`.
-            sinks: [N], a further score of every query, without a value.
+            segment_ids: any object with integers [T] in `q` and [S] in `kv`.
+            sinks: [N], one additional score per query, without a value.
 
         Returns:
-            o [N, T, Hv] in q's dtype; with `save_residuals` (o, (lse [N, T] in float32,)).
+            o [N, T, Hv] in q's dtype. With `save_residuals`, (o, (lse [N, T] in float32,)).
 
         Raises:
-            ValueError: arrays of other lengths or heads than the mask's.
+            ValueError: the arrays have other lengths or heads than the mask.
         """
         shapes = [validate.as_array(*x).shape for x in (("q", q), ("k", k), ("v", v))]
         if list(map(len, shapes)) != ([3, 2, 2] if self.is_mqa else [3, 3, 3]):
@@ -301,7 +301,7 @@ class _Masks(Protocol):
 
 
 class _SplashOptions(TypedDict, total=False):
-    """Arguments of `make_splash_mha` that have no influence on the type of its result."""
+    """Arguments of `make_splash_mha` that do not affect the type of its result."""
 
     block_sizes: Any
     mask_value: float | None
@@ -348,20 +348,20 @@ def make_splash_mha(
     residual_checkpoint_name: str | None = None,
     interpret: bool = False,
 ) -> SplashAttentionKernel[Any]:
-    """Makes the attention of a mask, as jax's `make_splash_mha`.
+    """Makes the attention kernel of a mask, like jax's `make_splash_mha`.
 
-    jax 0.11, splash_attention_kernel.py. Masks made of positions take no
-    memory, even where heads differ; those with a `NumpyMask` or array in them are arrays of
-    [heads, T, S], or [T, S] if all heads have the same.
+    jax 0.11, splash_attention_kernel.py. Masks that depend only on positions take no memory, even
+    if heads differ. A mask that contains a `NumpyMask` or an array is stored as an array
+    [heads, T, S], or [T, S] if all heads have the same mask.
 
     Args:
         mask: a `MultiHeadMask`, or bool [heads, T, S].
-        block_sizes: refused; `blocks` of `flash_attention` has tile sizes.
-        save_residuals: the kernel returns (o, (lse,)).
-        mask_value: refused: hidden scores are -inf.
+        block_sizes: refused; pass tile sizes as `blocks` of `flash_attention`.
+        save_residuals: make the kernel return (o, (lse,)).
+        mask_value: refused, because hidden scores are -inf.
         attn_logits_soft_cap: scores become cap * tanh(scores / cap).
         downcast_smem_data: refused unless True.
-        head_shards: refused unless 1: sharded arrays need no other kernel.
+        head_shards: refused unless 1, because sharded arrays need no other kernel.
         q_seq_shards: refused unless 1.
         residual_checkpoint_name: refused; see `save_attention`.
         interpret: refused unless False.
@@ -370,8 +370,8 @@ def make_splash_mha(
         A `SplashAttentionKernel`: (q [N, T, H], k [K, S, H], v, segment_ids, sinks) -> o [N, T, H].
 
     Raises:
-        ValueError: an argument that is refused, or a mask of another rank.
-        TypeError: a mask that is not known.
+        ValueError: an argument is refused, or the mask has another rank.
+        TypeError: the mask has an unknown type.
 
     Example:
         >>> import jax.numpy as jnp
@@ -424,19 +424,19 @@ def make_splash_mqa(
     **options: Unpack[_SplashOptions],
 ) -> SplashAttentionKernel[Array] | SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
 def make_splash_mqa(mask: Any, **options: Any) -> SplashAttentionKernel[Any]:
-    """Makes the attention of a mask with one key head, whose axis is left out.
+    """Makes the attention kernel of a mask with one key head. The axis of key heads is left out.
 
     jax 0.11, splash_attention_kernel.py.
 
     Args:
         mask: as in `make_splash_mha`.
-        **options: those of `make_splash_mha`.
+        **options: the other arguments of `make_splash_mha`.
 
     Returns:
         A `SplashAttentionKernel`: (q [N, T, H], k [S, H], v [S, Hv]) -> o [N, T, Hv].
 
     Raises:
-        ValueError: as `make_splash_mha`.
+        Exception: the same exceptions as `make_splash_mha`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -517,7 +517,7 @@ def _band(kind: str, mask) -> Band:
 
 
 def _in_band(band: Band, i, j):
-    """Says whether key j lies in the band of query i."""
+    """Returns whether key j lies in the band of query i."""
     found = (i >= 0) & (j >= 0)
     if band.left is not None:
         found = found & (j >= i - band.left)

@@ -27,7 +27,7 @@ WORDS = Words(
 
 @dataclasses.dataclass(frozen=True)
 class CausalBias:
-    """Causal mask as an `attn_mask`, which takes no memory: torch.nn.attention.bias.CausalBias.
+    """A causal `attn_mask` that takes no memory, like torch.nn.attention.bias.CausalBias.
 
     Attributes:
         q_len: number of queries.
@@ -100,25 +100,26 @@ def scaled_dot_product_attention(
 
     Args:
         query: [*B, N, T, E], or [B, T, E] without heads.
-        key: [*B, K, S, E]; K is N, or with `enable_gqa` a divisor of it. Batch dimensions are those
-            of query: torch broadcasts them, here use `jnp.broadcast_to`.
+        key: [*B, K, S, E]; K is N, or with `enable_gqa` a divisor of N. The batch dimensions must
+            equal those of query. torch broadcasts them; here use `jnp.broadcast_to`.
         value: [*B, K, S, Ev].
-        attn_mask: bool, True is visible; or floats, added to the scaled scores; broadcastable to
-            [*B, N, T, S]. Or what `causal_lower_right` or `causal_upper_left` returns. Floats have
-            a gradient; -inf in them hides.
-        dropout_p: share of the weights that is dropped. It needs `dropout_seed`.
-        is_causal: query i sees the keys up to i: the first query is aligned with the first key.
-        scale: multiplies the scores, a Python number; None is 1 / sqrt(E).
-        enable_gqa: allow K != N.
-        dropout_seed: an int, integer array or key of jax.random; torch keeps one in global state.
+        attn_mask: bool, where True means visible, or floats that are added to the scaled scores. It
+            must broadcast to [*B, N, T, S]. It may also be the result of `causal_lower_right` or
+            `causal_upper_left`. Floats have a gradient, and -inf in them hides keys.
+        dropout_p: fraction of the weights that is dropped. Requires `dropout_seed`.
+        is_causal: query i sees the keys up to i, so the first query is aligned with the first key.
+        scale: factor of the scores, a Python number; None is 1 / sqrt(E).
+        enable_gqa: allow K to differ from N.
+        dropout_seed: an int, an integer array or a key of jax.random. (torch keeps a seed in global
+            state.)
 
     Returns:
         o [*B, N, T, Ev] in query's dtype.
 
     Raises:
-        ValueError: `attn_mask` with `is_causal`, heads that differ without `enable_gqa`, and what
-            `flash_attention` refuses.
-        TypeError: an argument of the wrong kind or dtype.
+        ValueError: `attn_mask` is given with `is_causal`, heads differ without `enable_gqa`, or
+            `flash_attention` refuses the call.
+        TypeError: an argument has the wrong kind or dtype.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Block masks: which blocks of (queries, keys) attention computes."""
+"""Block masks: the blocks of (queries, keys) that attention computes."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ PAIRS_AT_ONCE = 1 << 24
 class BlockMask:
     """A mask whose empty blocks cost nothing: the `block_mask` of `flash_attention`.
 
-    Make one by `from_mask_mod`, `from_indices` or `from_dense`. It is a pytree, so it can be an
-    argument of jitted functions, be vmapped over and be sharded over batch and heads; another mask
-    of the same sizes compiles nothing anew.
+    Make one with `from_mask_mod`, `from_indices` or `from_dense`. It is a pytree, so it can be an
+    argument of jitted functions, be vmapped over, and be sharded over batch and heads. A different
+    mask of the same sizes does not cause recompilation.
 
     Attributes:
-        lists: int32 [B or 1, N or 1, Q blocks, 2 + M]: for each block of queries how many of its
-            blocks of keys are partial, how many it has in all, and their numbers.
-        traced: what is visible of partial blocks, the traced mask_mod with the arrays that it
+        lists: int32 [B or 1, N or 1, Q blocks, 2 + M]. For each block of queries: the number of its
+            blocks of keys that are partial, the number of those it has in all, and then their
+            indices.
+        traced: the mask inside partial blocks, as the traced mask_mod with the arrays that it
             reads; or None.
-        mask: bool [B or 1, N or 1, T, S], what is visible of partial blocks; or None.
+        mask: the mask inside partial blocks, as bool [B or 1, N or 1, T, S]; or None.
         q_len: T, number of queries.
         kv_len: S, number of keys.
-        block: (queries, keys) of a block.
-        kind: what it was made from: "mask_mod", "indices", "dense", or several of them.
+        block: size of a block, as (queries, keys).
+        kind: how it was made: "mask_mod", "indices", "dense", or several of these.
     """
 
     lists: Array
@@ -77,23 +78,25 @@ class BlockMask:
     ) -> BlockMask:
         """Returns the block mask of a function of positions.
 
-        FlexAttention (https://arxiv.org/abs/2412.05496). Every pair of a query and a key is looked
-        at once, on the default device and under jit, without an array of them.
+        FlexAttention (https://arxiv.org/abs/2412.05496). Every pair of a query and a key is
+        evaluated once, on the default device and also under jit, without forming an array of all
+        pairs.
 
         Args:
-            mask_mod: (b, n, i, j) -> bool, True is visible; elementwise JAX on int32 scalars, as
-                the `mask_mod` of `flash_attention`: entry of the flattened batch, query head,
-                query, key. It may capture arrays, traced ones too: of integers or bools indexed
-                by b and i or by b and j, as ids of documents; others by b and n.
+            mask_mod: (b, n, i, j) -> bool, where True means visible. It is elementwise JAX on int32
+                scalars, like the `mask_mod` of `flash_attention`: the index in the flattened batch,
+                the query head, the query and the key. It may capture arrays, also traced ones.
+                Arrays of integers or bools, such as document ids, may be indexed by b and i or by b
+                and j; other arrays by b and n.
             batch: number of batch entries; 1 if the mask does not depend on b.
-            heads: number of query heads, or of KV heads; 1 if it does not depend on n.
+            heads: number of query heads or of KV heads; 1 if the mask does not depend on n.
             q_len: number of queries, T.
             kv_len: number of keys, S.
-            block: (queries, keys) of a block, a multiple of 64 and one of 64 and 128.
+            block: (queries, keys) of a block: a multiple of 64 queries, and 64 or 128 keys.
 
         Raises:
-            TypeError: mask_mod is no function, or returns something other than one bool.
-            ValueError: it cannot be traced into a kernel; a size that is out of range.
+            TypeError: mask_mod is not a function, or does not return one bool.
+            ValueError: mask_mod cannot be traced into a kernel, or a size is out of range.
 
         Example:
             >>> from flash_pallas import BlockMask
@@ -127,26 +130,26 @@ class BlockMask:
         kv_len: int,
         block: tuple[int, int] = (128, 128),
     ) -> BlockMask:
-        """Returns the mask that shows to each block of queries the blocks of keys in its list.
+        """Returns the mask that shows each block of queries the blocks of keys in its list.
 
-        For blocks that are chosen by top-k, as in MoBA (https://arxiv.org/abs/2502.13189) or NSA
-        (https://arxiv.org/abs/2502.11089). The lists may be traced; `causal` and all other masks of
-        the call hide keys within these blocks.
+        Use it for blocks chosen by top-k, as in MoBA (https://arxiv.org/abs/2502.13189) or NSA
+        (https://arxiv.org/abs/2502.11089). The lists may be traced. `causal` and all other masks of
+        the call also hide keys within these blocks.
 
         Args:
-            kv_indices: integers [B or 1, N or 1, Q blocks, M]: numbers of blocks of keys, in any
-                order. A negative one is no block, and a repeated one counts once. Heads are those
-                of q, or those of k.
-            counts: integers [B or 1, N or 1, Q blocks]: how many entries of each list count; None
-                is all M.
+            kv_indices: integers [B or 1, N or 1, Q blocks, M]: indices of blocks of keys, in any
+                order. A negative index is ignored, and a repeated one counts once. The heads are
+                those of q or those of k.
+            counts: integers [B or 1, N or 1, Q blocks]: number of entries of each list that count.
+                None means all M.
             q_len: number of queries, T.
             kv_len: number of keys, S.
-            block: (queries, keys) of a block, a multiple of 64 and one of 64 and 128.
+            block: (queries, keys) of a block: a multiple of 64 queries, and 64 or 128 keys.
 
         Raises:
-            TypeError: an array of another dtype than integers.
-            ValueError: shapes or sizes that do not fit; a number past the last block in a numpy
-                array. In a jax array such a number is no block.
+            TypeError: an array does not hold integers.
+            ValueError: shapes or sizes do not match, or a numpy array has an index beyond the last
+                block. In a jax array such an index is ignored.
 
         Example:
             >>> import jax.numpy as jnp
@@ -179,15 +182,15 @@ class BlockMask:
     def from_dense(
         cls, mask: Bool[AnyArray, "#B #N T S"], *, block: tuple[int, int] = (128, 128)
     ) -> BlockMask:
-        """Returns the block mask of an array, which it keeps for the partial blocks.
+        """Returns the block mask of an array, which is kept for the partial blocks.
 
         Args:
-            mask: bool [B or 1, N or 1, T, S], True is visible.
-            block: (queries, keys) of a block, a multiple of 64 and one of 64 and 128.
+            mask: bool [B or 1, N or 1, T, S]; True means visible.
+            block: (queries, keys) of a block: a multiple of 64 queries, and 64 or 128 keys.
 
         Raises:
-            TypeError: no array of bool.
-            ValueError: not of rank 4, or a block out of range.
+            TypeError: mask is not an array of bool.
+            ValueError: mask is not of rank 4, or the block size is out of range.
 
         Example:
             >>> import jax.numpy as jnp
@@ -211,10 +214,10 @@ class BlockMask:
         return cls(lists, None, mask, *sizes, "dense")
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """Returns what both see.
+        """Returns the mask that shows what both masks show.
 
         Raises:
-            ValueError: they have different sizes; an axis of 1 fits any.
+            ValueError: the masks have different sizes; an axis of 1 fits any.
         """
         if not isinstance(other, BlockMask):
             return NotImplemented
@@ -227,10 +230,10 @@ class BlockMask:
         return dataclasses.replace(found, kind=" and ".join(kinds))
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """Returns what either sees.
+        """Returns the mask that shows what either mask shows.
 
         Raises:
-            ValueError: they have different sizes or different kinds: both must be made from a
+            ValueError: the masks have different sizes or different kinds. Both must be made from a
                 mask_mod, both from indices, or both from a dense mask.
         """
         if not isinstance(other, BlockMask):
@@ -249,12 +252,12 @@ class BlockMask:
 
     @property
     def sparsity(self) -> float:
-        """Share of the blocks that are empty, from 0 to 1."""
+        """Fraction of the blocks that are empty, from 0 to 1."""
         number = self.lists[..., 1].size * self._shape[1]
         return 1.0 - float(jnp.sum(self.lists[..., 1])) / number
 
     def to_dense(self) -> Bool[Array, "#B #N T S"]:
-        """Returns the mask as bool [B or 1, N or 1, T, S]: for tests, as it is large."""
+        """Returns the mask as bool [B or 1, N or 1, T, S]. It is large, and is meant for tests."""
         return _on_mesh(BlockMask._dense, self)
 
     def _dense(self):
@@ -266,15 +269,16 @@ class BlockMask:
         return seen if self.mask is None else seen & ((states == WHOLE) | self.mask)
 
     def plot(self, batch: int = 0, head: int = 0, width: int = 64) -> str:
-        """Returns a picture: a line for blocks of queries, a column for blocks of keys.
+        """Returns a picture with a line per block of queries and a column per block of keys.
 
-        A full square is whole, a shaded one partial, a dot empty.
+        A full square is a whole block, a shaded square a partial one, and a dot an empty one.
 
         Args:
-            batch: the batch entry.
-            head: the head.
-            width: most columns and lines; where there are more blocks, each stands for several, and
-                is drawn as whole or empty only if all of them are.
+            batch: index of the batch entry.
+            head: index of the head.
+            width: largest number of columns and of lines. If there are more blocks, each character
+                represents several of them, and shows a whole or empty block only if all of them
+                are.
 
         Example:
             >>> from flash_pallas import BlockMask
@@ -327,7 +331,7 @@ class BlockMask:
             heads: number of query heads and of KV heads.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: the mask does not fit.
         """
         if (self.q_len, self.kv_len) != (q_len, kv_len):
             raise ValueError(
@@ -450,11 +454,11 @@ def _lists_of_mod(leading: tuple[int, int], sizes, traced: mods.Traced):
 
 
 class OwnLists(NamedTuple):
-    """Lists of blocks of a call without a block mask; `AUTOMATIC_BLOCK` is the size of a block.
+    """Lists of blocks for a call without a block mask; their blocks have size `AUTOMATIC_BLOCK`.
 
     Attributes:
-        lists: as of a BlockMask, a numpy array.
-        empty: share of the blocks that are empty.
+        lists: numpy array in the form of `BlockMask.lists`.
+        empty: fraction of the blocks that are empty.
     """
 
     lists: Any
@@ -462,13 +466,13 @@ class OwnLists(NamedTuple):
 
 
 def is_looked_at(q_len: int, kv_len: int) -> bool:
-    """Says whether a call of these lengths makes lists of its mask_mod."""
+    """Returns whether a call of these lengths makes lists from its mask_mod."""
     return PAIRS <= q_len * kv_len <= MOST_PAIRS.get(jax.default_backend(), 0)
 
 
 @functools.lru_cache(maxsize=64)
 def lists_of_positions(mod: mods.Mod, q_len: int, kv_len: int) -> OwnLists:
-    """Returns the lists of a mask_mod that reads nothing but i and j; they are evaluated once."""
+    """Returns the lists of a mask_mod that reads only i and j. They are evaluated once."""
     sizes = q_len, kv_len, AUTOMATIC_BLOCK
     lists = apart(lambda: np.asarray(_lists_of_mod((1, 1), sizes, mods.Traced(mod, ()))))
     counts, kv_blocks = lists[..., 1], _blocks(*sizes)[1]

@@ -89,7 +89,7 @@ def _plain(literal: Literal) -> Literal:
 
 
 def _leaves_types(eqn) -> bool:
-    """Says whether a value enters `jax.sharding.auto_axes`, as those of jax.random do."""
+    """Returns whether a value enters `jax.sharding.auto_axes`, as those of jax.random do."""
     mesh = getattr(eqn.params.get("dst_sharding"), "mesh", None)
     return mesh is not None and AxisType.Explicit not in mesh.axis_types
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864), the half-rotation form."""
+"""Rotary position embedding (arXiv:2104.09864) in the half-rotation form."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def apply_rope(
 ) -> Float[Array, "*B T N H"]:
     """Rotates each head's pairs (x[i], x[i + H/2]) by positions * theta^(-2i/H).
 
-    Angles and products are float32 (float64 for float64 x): bfloat16 cannot tell position 257 from
-    256.
+    Angles and products are float32 (float64 for float64 x), because bfloat16 cannot distinguish
+    position 257 from 256.
 
     Args:
-        x: [*batch, length, heads, H], H even.
+        x: [*batch, length, heads, H], with an even H.
         positions: [length] or [*batch, length], integers or floats.
         theta: the base; the slowest pair turns once in about 2 * pi * theta positions.
 
@@ -31,7 +31,8 @@ def apply_rope(
         An array of x's shape and dtype.
 
     Raises:
-        TypeError: x or positions is no array, x is no float of 16 bits or more, or theta is traced.
+        TypeError: x or positions is not an array, x is not a float of 16 bits or more, or theta is
+            traced.
         ValueError: positions do not fit x, H is odd, or theta is not positive and finite.
 
     Example:
@@ -85,7 +86,7 @@ def _check_kinds(x, positions, theta):
 
 
 def rotate_query_key(query, key, positions, key_positions, theta: float | None):
-    """Rotates queries and keys; positions of None count from 0, and theta of None rotates nothing.
+    """Rotates queries and keys. Without positions they count from 0; without theta nothing rotates.
 
     Raises:
         ValueError: positions without a theta would be ignored, or do not fit.

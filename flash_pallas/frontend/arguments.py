@@ -129,7 +129,7 @@ def static_band(causal, window) -> Mask:
 
 
 def window_is_data(window) -> bool:
-    """Says whether a side of a window is an array."""
+    """Returns whether a side of a window is an array."""
     return any(map(is_array, _window(window)))
 
 

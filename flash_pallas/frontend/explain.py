@@ -22,19 +22,19 @@ from .dispatch import AnyProblem, Plan
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedCall:
-    """The backend and tiles of one attention call, and why not others; `str()` makes text of it.
+    """The backend and tiles of one attention call, and why not others; `str()` returns a text.
 
     Attributes:
-        problem: the shapes.
-        backend: name of the backend that would run; "none" where there is nothing to compute.
+        problem: the shapes of the call.
+        backend: name of the backend that would run, or "none" if there is nothing to compute.
         blocks: its tile sizes.
-        reasons: for every other backend, one sentence saying why it would not run.
+        reasons: for every other backend, a sentence that says why it would not run.
         sources: for every kernel, the source of its tile sizes: "caller", the user's cache or the
-            shipped table with the name of the file, or "heuristic"; also where a table says that
-            the heuristic's were the fastest of those timed.
-        gpu: the GPU of the `target` around; None is what is here.
-        note: what runs, where it is no kernel of this package; None where it is.
-        orders: what runs for tangents and for second derivatives, where differentiable is "any".
+            shipped table with the name of the file, or "heuristic". "heuristic" is also used if a
+            table says that the heuristic's tile sizes were the fastest of those timed.
+        gpu: the GPU of the enclosing `target`; None means the GPU that is here.
+        note: what runs if it is not a kernel of this package; otherwise None.
+        orders: what runs for tangents and for second derivatives, if differentiable is "any".
     """
 
     problem: AnyProblem
@@ -80,12 +80,12 @@ class ExplainedCall:
 
 
 class Explanation:
-    """The backends of the attention calls of a function, and why; its `repr` is a text to read.
+    """The backends of the attention calls of a function, with reasons; its `repr` is readable text.
 
-    It has the attributes of an `ExplainedCall` too, where all calls agree in them.
+    It also has the attributes of an `ExplainedCall`, if all calls agree in them.
 
     Attributes:
-        calls: an `ExplainedCall` for every call of this package that was traced, in order.
+        calls: an `ExplainedCall` for every traced call of this package, in order.
     """
 
     calls: tuple[ExplainedCall, ...]
@@ -139,28 +139,30 @@ def explain(
     function: Callable[..., Any], /, *args: jax.ShapeDtypeStruct | None, **kwargs: Any
 ) -> Explanation: ...
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Returns which backend and tiles each attention call of a function would run, and why.
+    """Returns the backend and tiles that each attention call of a function would run, and why.
 
     The function is traced with the shapes of its arguments, as by `jax.eval_shape`, and nothing is
-    run. All calls of this package that it makes are reported: those inside of layers, of jitted
-    functions, of gradients. Layers of a `scan` are traced, and reported, once; inside vmap and
-    shard_map the shapes are those that the call sees there.
+    run. The result covers all calls of this package in it, including those inside layers, jitted
+    functions and gradients. The layers of a `scan` are traced and reported once. Inside vmap and
+    shard_map, the shapes are those that the call sees there.
 
-    Within a `flash_pallas.target`, the answer is for that GPU.
+    Within a `flash_pallas.target`, the result is for that GPU.
 
     Args:
         function: any function that calls attention: `flash_attention`, `flash_decode`, a jitted
             function, `jax.grad(loss)`, an nnx module, or a linen module, which is initialized.
-        *args: its arguments. Any array may be replaced by a `jax.ShapeDtypeStruct`.
+        *args: its arguments. A `jax.ShapeDtypeStruct` may replace any array.
         **kwargs: its keyword arguments, likewise.
 
     Returns:
         An `Explanation`; print it.
 
     Raises:
-        TypeError: the first argument is no function.
-        ValueError: as the calls do, and every other exception of `function`.
-        UnsupportedByBackend: a backend that a call names cannot run it; the message says why.
+        TypeError: the first argument is not a function.
+        Exception: the exceptions that `function` itself raises, such as the ValueError of an
+            attention call.
+        UnsupportedByBackend: a backend that a call names cannot run it; the message gives the
+            reason.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -180,9 +182,9 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
 
 def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ExplainedCall:
-    """Returns what `explain` says of the first call; nothing after it is traced.
+    """Returns what `explain` says about the first call. Nothing after that call is traced.
 
-    Arrays are given to the function as they are, so that known lengths are checked.
+    Arrays are passed to the function as they are, so that known lengths are checked.
     """
     listener = _Calls(_platform((args, kwargs)), one=True)
     try:
@@ -199,11 +201,11 @@ def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls, abstrac
     """Traces function(*args, **kwargs) with the listener.
 
     Args:
-        function: as of `explain`.
+        function: the function, as in `explain`.
         args: its arguments.
         kwargs: its keyword arguments.
-        listener: what hears its calls.
-        abstract: types of arguments of which only the shape counts.
+        listener: the object that is told about the calls.
+        abstract: types of arguments for which only the shape matters.
     """
     _check(function, kwargs)
     leaves, tree = jax.tree.flatten((_callable(function), args, kwargs))
@@ -289,10 +291,10 @@ class _Calls:
 def explained(
     problem: AnyProblem, name: str, override: dict[str, Any] | None, platform: str | None
 ) -> ExplainedCall:
-    """Returns what would run a call, and why; the arguments are those of `dispatch.plan`.
+    """Returns what would run a call, and why. The arguments are those of `dispatch.plan`.
 
     Raises:
-        ValueError: an unknown name, or tile sizes that the backend cannot take.
+        ValueError: the backend name is unknown, or the backend cannot take the tile sizes.
         UnsupportedByBackend: as in `dispatch.select`.
     """
     dispatch.check_name(name)
@@ -337,7 +339,7 @@ def _reasons(
 
 
 def _orders(chosen: Backend, problem: Problem, tile: Any) -> str:
-    """Says what runs for tangents in all operands and for Hessian-vector products in q, k and v."""
+    """Returns what runs for tangents of all operands and Hessian-vector products in q, k and v."""
     qkv = frozenset("qkv")
     moves = qkv | (problem.features & {*EXTRA_GRADS, "sinks"})
     by_kernels = (

@@ -1,6 +1,6 @@
-"""Attention of other libraries on flash_pallas, without a change to their code or weights.
+"""Attention of other libraries on flash_pallas, without changes to their code or weights.
 
-Each module is one library. It is imported on request, and imports its library then or later:
+Each module serves one library. It is imported on request, and imports its library then or later:
 
 - `equinox`: `to_flash(model)`
 - `gemma`, `keras`, `levanter`, `maxtext`, `transformers`: `install()`, `uninstall()` and

@@ -1,4 +1,4 @@
-"""Replacing functions of a library, checked against the signatures they were written for."""
+"""Replacement of functions of a library, after a check of the signatures that are expected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..typing import Differentiable
 
 
 class Client(NamedTuple):
-    """A library that this package was tested with.
+    """A library with which this package was tested.
 
     Attributes:
         package: name under which it is installed.
         module: name under which it is imported.
-        tested: version.
+        tested: version that was tested.
     """
 
     package: str
@@ -33,7 +33,7 @@ class Client(NamedTuple):
         """Imports a module of the library.
 
         Raises:
-            ImportError: it is not installed, or the module has another name there.
+            ImportError: the library is not installed, or has no module of this name.
         """
         try:
             return importlib.import_module(name)
@@ -47,12 +47,12 @@ class Client(NamedTuple):
             ) from error
 
     def named(self, owner: Any, name: str, *parameters: str) -> Any:
-        """Returns a function or class of the library after a look at its parameters.
+        """Returns a function or class of the library after a check of its parameters.
 
         Args:
             owner: module or class that has it.
             name: its name there.
-            *parameters: names of all its parameters in their order; none skips the look.
+            *parameters: names of all its parameters in order. Without any, there is no check.
 
         Raises:
             ImportError: it is missing or has other parameters.
@@ -69,7 +69,7 @@ class Client(NamedTuple):
         return found
 
     def differs(self, difference: str) -> ImportError:
-        """Returns the error that says in what the installed version differs."""
+        """Returns an error that says how the installed version differs."""
         return ImportError(
             f"flash_pallas.integrations.{self.module} was tested with {self.package} "
             f"{self.tested}; {self.package} {self._version()} {difference}. Install "
@@ -89,8 +89,8 @@ class Hook(NamedTuple):
     Attributes:
         owner: module or class that has it.
         name: its name there.
-        new: what takes its place.
-        everywhere: replace it also where other modules have imported it by this name.
+        new: the replacement.
+        everywhere: also replace it where other modules have imported it by this name.
     """
 
     owner: Any
@@ -100,16 +100,16 @@ class Hook(NamedTuple):
 
 
 class Patch:
-    """Hooks that are put in together and taken out together.
+    """Hooks that are installed together and removed together.
 
-    JAX's caches are cleared each time: a function that was traced before, or a model that is jitted
-    as a whole, would go on with the attention that it was traced with.
+    JAX's caches are cleared each time. Otherwise a function that was traced before, or a model that
+    is jitted as a whole, would keep the attention with which it was traced.
 
     Args:
-        hooks: called by `install` with its arguments, returns the hooks.
+        hooks: called by `install` with its arguments; returns the hooks.
 
     Attributes:
-        differentiable: what the new attention passes to `flash_attention`.
+        differentiable: value that the new attention passes to `flash_attention`.
     """
 
     def __init__(self, hooks: Callable[..., list[Hook]]):
@@ -118,7 +118,7 @@ class Patch:
         self._put_in: list[tuple[Hook, Any]] = []
 
     def install(self, *args, differentiable: Differentiable = "reverse") -> None:
-        """Puts the hooks in; if they are in already, those of other arguments take their place."""
+        """Installs the hooks. If they are installed already, the new arguments replace the old."""
         if differentiable not in DERIVATIVES:
             raise ValueError(
                 f"differentiable is {differentiable!r}: choose 'reverse', or 'any' for forward "
@@ -133,7 +133,7 @@ class Patch:
         jax.clear_caches()
 
     def uninstall(self) -> None:
-        """Puts back what the library had; without hooks nothing happens."""
+        """Restores what the library had. Without installed hooks nothing happens."""
         if self._put_in:
             jax.clear_caches()
         while self._put_in:
@@ -142,7 +142,7 @@ class Patch:
 
     @contextmanager
     def installed(self, *args, differentiable: Differentiable = "reverse") -> Iterator[None]:
-        """Puts the hooks in for the body of a `with` statement."""
+        """Installs the hooks for the body of a `with` statement."""
         self.install(*args, differentiable=differentiable)
         try:
             yield

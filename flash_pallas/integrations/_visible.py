@@ -1,4 +1,4 @@
-"""Masks that stay what they mean: clients combine them as they do arrays, none is written out."""
+"""Masks that keep their meaning: clients combine them like arrays, but no array is formed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Window = tuple[int | None, int | None]
 
 @dataclasses.dataclass(frozen=True)
 class Visible:
-    """The keys that each query sees, by the arguments of `flash_attention` that say it.
+    """The keys that each query sees, in terms of arguments of `flash_attention`.
 
     Attributes:
         causal: query i sees keys 0 to q_offset + i.
         window: (left, right), both included; None is unbounded.
         q_offset: position of query 0: an int, an int32 scalar or [B].
-        kv_valid: bool [B, S], False is a key that nothing sees.
-        mask: bool [B, N, T, S] with axes full or 1, for what has no structure.
+        kv_valid: bool [B, S]; False marks a key that no query sees.
+        mask: bool [B, N, T, S], each axis full or 1, for masks without structure.
     """
 
     causal: bool = False
@@ -31,7 +31,7 @@ class Visible:
     mask: Any = None
 
     def __and__(self, other: Visible) -> Visible:
-        """Returns what both see."""
+        """Returns the keys that both show."""
         if not isinstance(other, Visible):
             return NotImplemented
         offsets = [x for x in (self.q_offset, other.q_offset) if x is not None]
@@ -52,7 +52,7 @@ class Visible:
         return not self.causal and all(x is None for x in limits)
 
     def options(self, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
-        """Returns the keywords of `flash_attention`, for q of [B, T, ...] and k of [B, S, ...]."""
+        """Returns keywords of `flash_attention` for q of [B, T, ...] and k of [B, S, ...]."""
         found: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": self.mask}
         found["q_offset"] = 0 if self.q_offset is None else self.q_offset
         if self.kv_valid is None:
@@ -64,7 +64,7 @@ class Visible:
         return found
 
     def dense(self, q_len: int, kv_len: int) -> Any:
-        """Returns the same as bool [B, N, T, S], where B and N may be 1: for the client's own."""
+        """Returns the mask as bool [B, N, T, S] for the client's own code; B and N may be 1."""
         offset = jnp.asarray(0 if self.q_offset is None else self.q_offset, jnp.int32)
         i, j = (jnp.arange(length, dtype=jnp.int32) for length in (q_len, kv_len))
         i = offset.reshape(-1, 1, 1, 1) + i.reshape(1, 1, -1, 1)
@@ -80,7 +80,7 @@ class Visible:
 
 
 def both(one: Any, other: Any) -> Any:
-    """Returns the conjunction of two arrays of bool, each of which may be None for no limit."""
+    """Returns the conjunction of two arrays of bool. Either may be None, which hides nothing."""
     if one is None or other is None:
         return other if one is None else one
     return one & other

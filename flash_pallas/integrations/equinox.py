@@ -1,4 +1,4 @@
-"""Puts `equinox.nn.MultiheadAttention` on flash_pallas, in a model that exists (equinox 0.13.8).
+"""Runs `equinox.nn.MultiheadAttention` of an existing model on flash_pallas (equinox 0.13.8).
 
 Example:
     >>> from flash_pallas.integrations import equinox
@@ -43,25 +43,25 @@ def to_flash[Model](
     window: int | tuple[int | None, int | None] | None = None,
     differentiable: Differentiable = "reverse",
 ) -> Model:
-    """Replaces every `equinox.nn.MultiheadAttention` of a model by one on `flash_attention`.
+    """Replaces every `equinox.nn.MultiheadAttention` of a model by a layer on `flash_attention`.
 
-    Parameters, their order and the arguments of a call stay, so weights, optimizer states and files
-    of `tree_serialise_leaves` fit. equinox (https://github.com/patrick-kidger/equinox, 0.13.8) has
-    no argument for causal attention: with `causal` or `window` leave out the mask that says the
-    same. A mask of a call is honored too; it is read as it is, and no tile is skipped for it.
+    Parameters, their order and the arguments of a call do not change, so weights, optimizer states
+    and files of `tree_serialise_leaves` fit. equinox (https://github.com/patrick-kidger/equinox,
+    0.13.8) has no argument for causal attention. With `causal` or `window`, omit the mask that says
+    the same. A mask of a call is honored too, but no tile is skipped for it.
 
-    A query that sees no key returns the mean of the values, as in equinox. Dropout drops other
-    weights than equinox does for the same key, at the same rate.
+    A query that sees no key returns the mean of the values, as in equinox. For the same key,
+    dropout drops different weights than in equinox, at the same rate.
 
     Args:
         model: any pytree, such as a module.
-        causal: a query sees no key after its own position, in every layer.
-        window: as in `flash_attention`, in every layer: an int, (left, right), or None.
+        causal: in every layer, a query sees no key after its own position.
+        window: window of every layer, as in `flash_attention`: an int, (left, right), or None.
         differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
             `flash_attention`.
 
     Returns:
-        The model with other layers. Arrays are shared with the old one.
+        The model with other layers. Its arrays are shared with the old model.
 
     Raises:
         ImportError: equinox is not installed or its layer has other fields.

@@ -1,4 +1,4 @@
-"""Puts Gemma 2, 3 and 4 of google-deepmind's `gemma` on flash_pallas (gemma 4.0.1).
+"""Runs Gemma 2, 3 and 4 of google-deepmind's `gemma` on flash_pallas (gemma 4.0.1).
 
 Example:
     >>> from flash_pallas.integrations import gemma
@@ -29,16 +29,15 @@ _CALL = ("self", "x", "segment_pos", "cache", "attn_mask")
 def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes the transformers of `gemma` compute attention by `flash_attention`.
 
-    It takes over `Attention` of Gemma 2 and 3 and of Gemma 4
-    (https://github.com/google-deepmind/gemma, 4.0.1), which form all weights on every device. Keys
-    and values keep their own heads. In a call without a cache, of text alone, whose mask and
-    positions the model makes itself, causality, padding and the window become arguments; other
-    masks, as those of a sampler, are passed on as arrays. The soft cap and the scale are honored,
-    and a query that sees no key returns the mean of the values, as it does there.
+    It replaces `Attention.__call__` of Gemma 2 and 3 and of Gemma 4
+    (https://github.com/google-deepmind/gemma, 4.0.1), which forms all weights on every device. Keys
+    and values keep their own number of heads. In a text-only call without a cache, where the model
+    itself makes the mask and the positions, causality, padding and the window become arguments.
+    Other masks, such as those of a sampler, are passed on as arrays. The soft cap and the scale are
+    honored. A query that sees no key returns the mean of the values, as in gemma.
 
-    `attention_weights`, a name under which intermediates are captured, captures nothing. Gemma 3n
-    stays as it is. JAX's caches are cleared,
-    so that what it has compiled is traced again.
+    There are no `attention_weights` among captured intermediates. Gemma 3n is not changed. JAX's
+    caches are cleared, so that compiled functions are traced again.
 
     Args:
         differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
@@ -56,12 +55,12 @@ def install(*, differentiable: Differentiable = "reverse") -> None:
 
 
 def uninstall() -> None:
-    """Gives the models their own attention back; without `install` nothing happens."""
+    """Restores the models' own attention. Without `install` nothing happens."""
     _PATCH.uninstall()
 
 
 def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
-    """Returns a context manager: `install` for the body of a `with` statement."""
+    """Returns a context manager that runs `install` for the body of a `with` statement."""
     return _PATCH.installed(differentiable=differentiable)
 
 

@@ -1,4 +1,4 @@
-"""Puts attention of Keras 3 with the JAX backend on flash_pallas (keras 3.15.1).
+"""Runs attention of Keras 3 with the JAX backend on flash_pallas (keras 3.15.1).
 
 Example:
     >>> from flash_pallas.integrations import keras
@@ -39,14 +39,15 @@ _MASK_ARGUMENTS = (
 def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes Keras compute attention by `flash_attention`.
 
-    It takes over `keras.ops.dot_product_attention` and the layers `MultiHeadAttention` and
-    `GroupedQueryAttention` (https://github.com/keras-team/keras, 3.15.1), with dropout too. Causal
-    masks, `sliding_window` and the masks of padded inputs become arguments: no mask of
-    [B, T, S] is made. A query that sees no key returns the mean of the values, as in Keras. What
-    asks for the weights themselves (`return_attention_scores`), layers over several axes, layers
-    with `flash_attention=False` and calls with it stay with Keras.
+    It replaces `keras.ops.dot_product_attention` and the attention of the layers
+    `MultiHeadAttention` and `GroupedQueryAttention` (https://github.com/keras-team/keras, 3.15.1),
+    including dropout. Causal masks, `sliding_window` and the masks of padded inputs become
+    arguments, so no mask of [B, T, S] is formed. A query that sees no key returns the mean of the
+    values, as in Keras. Keras itself still runs calls that ask for the weights
+    (`return_attention_scores`), layers over several axes, and layers and calls with
+    `flash_attention=False`.
 
-    JAX's caches are cleared, so that what it has compiled is traced again.
+    JAX's caches are cleared, so that compiled functions are traced again.
 
     Args:
         differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
@@ -65,12 +66,12 @@ def install(*, differentiable: Differentiable = "reverse") -> None:
 
 
 def uninstall() -> None:
-    """Gives Keras its own attention back; without `install` nothing happens."""
+    """Restores Keras's own attention. Without `install` nothing happens."""
     _PATCH.uninstall()
 
 
 def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
-    """Returns a context manager: `install` for the body of a `with` statement."""
+    """Returns a context manager that runs `install` for the body of a `with` statement."""
     return _PATCH.installed(differentiable=differentiable)
 
 

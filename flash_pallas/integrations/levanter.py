@@ -1,4 +1,4 @@
-"""Puts attention of Levanter on flash_pallas (marin-levanter 0.2.227).
+"""Runs attention of Levanter on flash_pallas (marin-levanter 0.2.227).
 
 Example:
     >>> from flash_pallas.integrations import levanter
@@ -42,19 +42,21 @@ _ARGUMENTS = (
 def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes Levanter compute attention by `flash_attention`.
 
-    It takes over two functions of Levanter (https://github.com/marin-community/marin,
-    marin-levanter 0.2.227), wherever they were imported:
+    It replaces two functions of Levanter (https://github.com/marin-community/marin, marin-levanter
+    0.2.227), wherever they were imported:
 
-    - `levanter.layers.attention.dot_product_attention`, which its models call, where `attn_backend`
-      is None or DEFAULT and `use_flash` is not False. `flash_block_size` has no effect;
-    - `levanter.grug.attention.attention`, where `implementation` is None or "flash_pallas".
+    - `levanter.layers.attention.dot_product_attention`, which Levanter's models call, if
+      `attn_backend` is None or DEFAULT and `use_flash` is not False. `flash_block_size` has no
+      effect;
+    - `levanter.grug.attention.attention`, if `implementation` is None or "flash_pallas".
 
-    Implementations that a configuration names otherwise stay. Causal masks and their offsets,
-    windows, segment ids, sinks and the soft cap become arguments, and no mask of [T, S] is made.
-    A query that sees no key returns the mean of the values, as in Levanter, but for tokens with a
-    negative segment id, which are padding: they see nothing here and each other there.
+    If a configuration names another implementation, that one still runs. Causal masks and their
+    offsets, windows, segment ids, sinks and the soft cap become arguments, so no mask of [T, S] is
+    formed. A query that sees no key returns the mean of the values, as in Levanter. Tokens with a
+    negative segment id are an exception: here they are padding and see nothing, while in Levanter
+    they see each other.
 
-    JAX's caches are cleared, so that what it has compiled is traced again.
+    JAX's caches are cleared, so that compiled functions are traced again.
 
     Args:
         differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
@@ -72,12 +74,12 @@ def install(*, differentiable: Differentiable = "reverse") -> None:
 
 
 def uninstall() -> None:
-    """Gives Levanter its own attention back; without `install` nothing happens."""
+    """Restores Levanter's own attention. Without `install` nothing happens."""
     _PATCH.uninstall()
 
 
 def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
-    """Returns a context manager: `install` for the body of a `with` statement."""
+    """Returns a context manager that runs `install` for the body of a `with` statement."""
     return _PATCH.installed(differentiable=differentiable)
 
 

@@ -1,4 +1,4 @@
-"""Puts attention of MaxText on flash_pallas (MaxText 0.2.5).
+"""Runs attention of MaxText on flash_pallas (MaxText 0.2.5).
 
 Example:
     >>> from flash_pallas.integrations import maxtext
@@ -42,17 +42,17 @@ _KERNELS = ("autoselected", "flash")
 def install(*, differentiable: Differentiable = "reverse") -> None:
     """Makes MaxText compute attention by `flash_attention`.
 
-    It takes over `AttentionOp.apply_attention` (https://github.com/AI-Hypercomputer/maxtext, 0.2.5)
-    in training and prefill, where the configuration has attention: "autoselected" (the default) or
-    "flash". Other names stay what they are, as do decoding steps, for which MaxText uses
-    dot_product itself.
+    It replaces `AttentionOp.apply_attention` (https://github.com/AI-Hypercomputer/maxtext, 0.2.5)
+    in training and prefill, if the configuration has attention: "autoselected" (the default) or
+    "flash". Other settings still run MaxText's own code. So do decoding steps, for which MaxText
+    itself uses dot_product.
 
-    Causal, sliding, chunked and block-diffusion masks and segment ids become arguments; sinks, the
-    soft cap and `record_max_logits` are honored, which MaxText's own kernels for GPUs refuse or
-    drop. An `indexer_mask` is passed on as a mask. Context parallelism, `bidirectional_mask`,
+    Causal, sliding, chunked and block-diffusion masks and segment ids become arguments. Sinks, the
+    soft cap and `record_max_logits` are honored, whereas MaxText's own kernels for GPUs refuse or
+    drop them. An `indexer_mask` is passed on as a mask. Context parallelism, `bidirectional_mask`,
     `previous_chunk`, compressed attention, MoBA and dropout are refused.
 
-    JAX's caches are cleared, so that what it has compiled is traced again.
+    JAX's caches are cleared, so that compiled functions are traced again.
 
     Args:
         differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
@@ -70,12 +70,12 @@ def install(*, differentiable: Differentiable = "reverse") -> None:
 
 
 def uninstall() -> None:
-    """Gives MaxText its own attention back; without `install` nothing happens."""
+    """Restores MaxText's own attention. Without `install` nothing happens."""
     _PATCH.uninstall()
 
 
 def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextManager[None]:
-    """Returns a context manager: `install` for the body of a `with` statement."""
+    """Returns a context manager that runs `install` for the body of a `with` statement."""
     return _PATCH.installed(differentiable=differentiable)
 
 

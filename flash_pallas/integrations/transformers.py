@@ -1,9 +1,10 @@
-"""Puts the Flax models of transformers on flash_pallas (transformers 4.57, the last with Flax).
+"""Runs the Flax models of transformers on flash_pallas (transformers 4.57, the last with Flax).
 
-Some thirty modules call `dot_product_attention_weights` and multiply the weights with the values by
-`jnp.einsum`. Here the first returns what it was given, and the second computes. Before that a
-module makes a causal mask, combines it with padding and turns it into a bias of 0 and -3e38: each
-of these steps says here what it means, and no array of T * S numbers is made.
+About thirty modules call `dot_product_attention_weights` and multiply the weights by the values
+with `jnp.einsum`. Here the first function only returns its arguments, and `jnp.einsum` then
+computes attention. Before that, a module makes a causal mask, combines it with padding and turns it
+into a bias of 0 and -3e38. Here each of these steps keeps the meaning of the mask, and no array of
+T * S numbers is formed.
 
 Example:
     >>> from flash_pallas.integrations import transformers
@@ -41,27 +42,29 @@ _UNKNOWN = "which flash_pallas has not: leave this model out of install(...)"
 def install(*models: str, differentiable: Differentiable = "reverse") -> None:
     """Makes Flax models of transformers compute attention by `flash_attention`.
 
-    Some thirty models (https://github.com/huggingface/transformers, 4.57) call Flax's
-    `dot_product_attention_weights` and multiply by the values. Both are one call here. Causal
-    masks, Mistral's window, padding and the filled part of a cache become arguments, and no array
-    of B x T x S is made. A position bias as T5's stays an array [1, N, T, S], and the mask of
-    GPT-Neo's local layers one of [1, 1, T, S]. Dropout drops other weights than Flax does for the
-    same key. A query that sees no key, such as padding before the first token, returns the mean of
-    the values, as it does there. It has a gradient of the values alone; there it has one of queries
-    and keys too, as these models add a finite number to what they hide.
+    About thirty models (https://github.com/huggingface/transformers, 4.57) call Flax's
+    `dot_product_attention_weights` and multiply the result by the values. Here both become one
+    call. Causal masks, Mistral's window, padding and the filled part of a cache become arguments,
+    so no array of [B, T, S] is formed. A position bias such as T5's remains an array [1, N, T, S],
+    and the mask of GPT-Neo's local layers remains an array [1, 1, T, S]. For the same key, dropout
+    drops different weights than in Flax. A query that sees no key, such as padding before the first
+    token, returns the mean of the values, as in transformers. Here it has a gradient only for the
+    values. In transformers it also has one for queries and keys, because these models add a finite
+    number to hidden scores.
 
-    `output_attentions=True` raises: the weights are never formed. JAX's caches are cleared,
-    so that what it has compiled is traced again.
+    `output_attentions=True` raises an error, because the weights are never formed. JAX's caches are
+    cleared, so that compiled functions are traced again.
 
     Args:
-        *models: names of folders in `transformers.models`, such as "llama"; none is all models
-            whose Flax module is imported by now.
+        *models: names of folders in `transformers.models`, such as "llama". Without names, it
+            applies to all models whose Flax module has been imported.
         differentiable: "reverse", or "any" for forward mode and derivatives of every order, as in
             `flash_attention`.
 
     Raises:
-        ImportError: transformers is not installed, is a version without Flax models, or a model
-            has none that computes attention so; no models were named and none is imported.
+        ImportError: transformers is not installed, or is a version without Flax models; a named
+            model has no Flax module that computes attention in this way; or no models were named
+            and none is imported.
 
     Example:
         >>> from flash_pallas.integrations import transformers
@@ -72,14 +75,14 @@ def install(*models: str, differentiable: Differentiable = "reverse") -> None:
 
 
 def uninstall() -> None:
-    """Gives the models their own attention back; without `install` nothing happens."""
+    """Restores the models' own attention. Without `install` nothing happens."""
     _PATCH.uninstall()
 
 
 def installed(
     *models: str, differentiable: Differentiable = "reverse"
 ) -> AbstractContextManager[None]:
-    """Returns a context manager: `install` of the models for the body of a `with` statement."""
+    """Returns a context manager that runs `install` of the models for the body of a `with`."""
     return _PATCH.installed(*models, differentiable=differentiable)
 
 
@@ -185,7 +188,7 @@ class _Structured:
 
 
 def _is_padding(x: Any) -> bool:
-    """Says whether an array is a mask of keys alone, [B, 1, 1, S]."""
+    """Returns whether an array is a mask of keys alone, [B, 1, 1, S]."""
     return x.ndim == 4 and x.shape[1] == x.shape[2] == 1
 
 

@@ -1,8 +1,8 @@
 """Flax integration.
 
-`attention_fn` and `causal_attention_fn` plug into Flax's own attention modules and need no import
-of Flax, nor do the helpers. The layers live in `flash_pallas.nn.linen` and `flash_pallas.nn.nnx`,
-imported on request.
+`attention_fn` and `causal_attention_fn` plug into Flax's own attention modules. Neither they nor
+the helpers import Flax. The layers live in `flash_pallas.nn.linen` and `flash_pallas.nn.nnx`, which
+are imported on request.
 """
 
 from typing import TYPE_CHECKING, Any

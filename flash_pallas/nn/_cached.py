@@ -1,4 +1,4 @@
-"""Caches in both layers: new keys go in, queries see them and those before. No Flax."""
+"""Caches of both layers: new keys are appended, and queries see them and earlier ones. No Flax."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ WORDS = Words(
 
 
 class RingCache(NamedTuple):
-    """The last S keys and values of each sequence: older ones are overwritten.
+    """The last S keys and values of each sequence; new tokens overwrite the oldest.
 
-    For layers whose window reaches at most S - 1 keys back. Position p is row p % S. Pad prompts on
-    the right, with `new_lengths`: a ring has no starts.
+    It is for layers whose window reaches at most S - 1 keys back. Position p is stored in row
+    `p % S`. Pad prompts on the right, with `new_lengths`, because a ring has no starts.
 
-    `lengths` may be set back, as where drafts are rejected, by as many tokens as S has rows more
-    than the window, or to 0 for a new sequence. Further back, keys that the window needs may have
-    been overwritten, which is an error where both `lengths` and `written` are computed.
+    `lengths` may be set to 0 for a new sequence. It may also be set back, for example when drafts
+    are rejected, by at most the number of rows by which S exceeds the window. Further back, keys
+    that the window needs may have been overwritten. This raises an error if the values of both
+    `lengths` and `written` are known.
 
     Attributes:
         k: keys [B, S, K, H].
         v: values [B, S, K, Hv].
-        lengths: int32 [B], number of tokens that each sequence has had.
-        written: int32 [B], the most that `lengths` has been since it was 0; the layer keeps it.
-            None is `lengths`.
+        lengths: int32 [B], number of tokens that each sequence has received.
+        written: int32 [B], the largest value that `lengths` has had since it was 0; the layer
+            updates it. None means `lengths`.
     """
 
     k: Float[Array, "B S K H"]
@@ -74,14 +75,14 @@ class RingCache(NamedTuple):
         dtype: DTypeLike,
         drafts: int = 0,
     ) -> RingCache:
-        """Makes a cache for a window of `window` keys, the query's own included, and no token yet.
+        """Makes an empty cache for a window of `window` keys, including the query's own key.
 
-        With `drafts`, so many tokens and more can be taken back. There is then room for these too,
-        in whole pages of 16 to 256 rows, which a step of one token reads in place.
+        With `drafts`, at least this many tokens can be taken back. The cache then has room for them
+        as well, in whole pages of 16 to 256 rows, which a step of one token reads in place.
 
         Raises:
-            TypeError: a dtype that no layer computes in; eight bits would need scales.
-            ValueError: a negative number of drafts.
+            TypeError: no layer computes in this dtype; 8-bit dtypes would need scales.
+            ValueError: drafts is negative.
         """
         if window < 1:
             raise ValueError(
@@ -106,16 +107,17 @@ class RingCache(NamedTuple):
 class ScaledCache(NamedTuple):
     """Keys and values in eight bits with the scales that dequantize them; contiguous or in pages.
 
-    Scales are given once, such as the largest number that a head is expected to hold over 127 for
-    int8 or 448 for float8_e4m3fn; what exceeds that is clipped. The layer keeps them as they are.
+    Scales are chosen once, for example as the largest number expected in a head, divided by 127 for
+    int8 or by 448 for float8_e4m3fn. Larger numbers are clipped. The layer does not change the
+    scales.
 
     Attributes:
         k: keys [B, S, K, H], or pages [P, page_size, K, H], in int8 or float8_e4m3fn.
         v: values [B, S, K, Hv], or pages [P, page_size, K, Hv], in int8 or float8_e4m3fn.
-        lengths: int32 [B], number of tokens of each sequence, padding on the left included.
-        k_scale: scale of the keys as in `flash_decode`: [K], [B, K], or for pages [P, K].
+        lengths: int32 [B], number of tokens of each sequence, including padding on the left.
+        k_scale: scale of the keys, as in `flash_decode`: [K], [B, K], or for pages [P, K].
         v_scale: scale of the values, of the same shapes.
-        starts: int32 [B], number of tokens on the left that are padding; None is none.
+        starts: int32 [B], number of padding tokens on the left; None means no padding.
     """
 
     k: Array
@@ -139,13 +141,13 @@ class ScaledCache(NamedTuple):
         k_scale: Float[AnyArray, "*#rows K"] | None,
         v_scale: Float[AnyArray, "*#rows K"] | None,
     ) -> ScaledCache:
-        """Makes a contiguous cache with room for `length` tokens of each sequence, and none yet."""
+        """Makes an empty contiguous cache with room for `length` tokens of each sequence."""
         cache = KVCache.empty(batch, length, kv_heads, head_dim, dtype)
         return cls(cache.k, cache.v, cache.lengths, k_scale, v_scale)
 
     @property
     def scales(self) -> dict[str, Any]:
-        """Keywords that `append_kv` and `flash_decode` take besides the cache."""
+        """Keywords for `append_kv` and `flash_decode` in addition to the cache."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
@@ -153,18 +155,18 @@ Cache = KVCache | RingCache | ScaledCache
 
 
 class New(NamedTuple):
-    """Optional arguments of a call with a cache; None is not given."""
+    """Optional arguments of a call with a cache; None means that an argument is not given."""
 
     lengths: AnyArray | None = None  # int [B]: real tokens among the new ones
     page_table: AnyArray | None = None  # int32 [B, max_pages]
 
 
 def check(layer, cache, given: CallArguments, cross: bool, dropout_key, shape) -> None:
-    """Checks that a call with this cache means what it says.
+    """Checks that a call with this cache is consistent.
 
     Raises:
-        TypeError: no cache.
-        ValueError: a layer or an argument that a cache cannot honour.
+        TypeError: the cache is not one.
+        ValueError: the layer or an argument does not work with a cache.
     """
     if not isinstance(cache, (KVCache, RingCache, ScaledCache)):
         raise TypeError(
@@ -209,7 +211,7 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, shape) -
 
 
 def check_absent(new: New) -> None:
-    """Raises ValueError if an argument for a cache is given without one and would be ignored."""
+    """Raises ValueError if an argument for a cache is given without one, as it would be ignored."""
     names = ("new_lengths", "page_table")
     said = [name for name, x in zip(names, new, strict=True) if x is not None]
     if said:
@@ -217,7 +219,7 @@ def check_absent(new: New) -> None:
 
 
 def rotated(layer, cache, given: CallArguments, qkv):
-    """Applies RoPE to queries and keys; by default positions follow the cache's tokens."""
+    """Applies RoPE to queries and keys. By default, positions continue after the cache's tokens."""
     query, key, value = qkv
     if layer.rope_theta is None:
         at = given.positions
@@ -232,8 +234,8 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
 
     Args:
         layer: has window, softcap, scale, precision, num_splits and backend.
-        cache: a KVCache, RingCache or ScaledCache, as `check` wants it.
-        qkv: [B, T, N, H] and twice [B, T, K, H].
+        cache: a KVCache, RingCache or ScaledCache that passes `check`.
+        qkv: queries [B, T, N, H], and keys and values [B, T, K, H].
         new: the optional arguments of this call.
         slopes: ALiBi slopes, one for each head, or None.
         sinks: [N], or None.
@@ -286,11 +288,11 @@ def _ids(q_len: int, kv_len: int, starts):
 
 
 def _with_starts(cache):
-    """Returns the cache with starts of int32, where it has any.
+    """Returns the cache with its starts, if it has any, as int32.
 
     Raises:
-        TypeError: no integers.
-        ValueError: not one for each sequence.
+        TypeError: starts are not integers.
+        ValueError: there is not one start for each sequence.
     """
     starts = getattr(cache, "starts", None)
     if starts is None:
@@ -305,14 +307,14 @@ def _with_starts(cache):
 
 
 def _check_fits(cache, k, v, new: New) -> None:
-    """Checks that the new keys and values can be put into the cache, as far as can be seen.
+    """Checks that the new keys and values fit into the cache, as far as values are known.
 
-    Known lengths are looked at, which waits for them, but for those of a ring. Under jit nobody
-    can: tokens without room are then dropped, and outputs from there on miss them.
+    Known lengths are checked, which waits for their computation, except for those of a ring. Under
+    jit they cannot be checked: tokens without room are dropped, and later outputs lack them.
 
     Raises:
-        TypeError: the cache has another dtype than the layer computes in.
-        ValueError: heads, head_dim or lengths that do not fit.
+        TypeError: the dtype of the cache differs from that in which the layer computes.
+        ValueError: heads, head_dim or lengths do not fit.
     """
     for name, x in (("k", k), ("v", v)):
         own = getattr(cache, name)

@@ -147,7 +147,7 @@ def _explicit_sharding(like, features: int) -> NamedSharding | None:
 
 
 def normalize(x, scale, kind: str):
-    """Applies RMS ("rms") or layer ("layer") normalisation to each head.
+    """Applies RMS ("rms") or layer ("layer") normalization to each head.
 
     Statistics are computed in float32 or wider.
 

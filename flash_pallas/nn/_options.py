@@ -1,6 +1,6 @@
-"""Keywords of `flash_attention`, from what a Flax module or its caller says.
+"""Keywords of `flash_attention`, derived from the arguments of a Flax module or of its call.
 
-Shared by `attention_fn` and both layers; needs no Flax.
+`attention_fn` and both layers share them. They do not need Flax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..typing import AnyArray, Array, Bool, Float, Int
 
 
 class CallOptions(TypedDict, total=False):
-    """Arguments of a layer's call that have no influence on the type of its result."""
+    """Arguments of a layer's call that do not affect the type of its result."""
 
     positions: Int[AnyArray, "*#B T"] | None
     kv_positions: Int[AnyArray, "*#B S"] | None
@@ -37,7 +37,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class CallArguments(NamedTuple):
-    """Optional arguments of a layer's call, besides its inputs; None is not given."""
+    """Optional arguments of a layer's call, besides its inputs; None means not given."""
 
     positions: AnyArray | None = None
     kv_positions: AnyArray | None = None
@@ -49,7 +49,7 @@ class CallArguments(NamedTuple):
     bias: AnyArray | None = None
 
     def of_self_attention(self) -> CallArguments:
-        """Fills in the keys' arguments from the queries', which are the same tokens."""
+        """Fills in the keys' arguments from those of the queries, as both are the same tokens."""
         both = {
             name: getattr(self, name.removeprefix("kv_")) if found is None else found
             for name, found in self._asdict().items()
@@ -75,11 +75,11 @@ def check_inputs(inputs, inputs_kv, features=(None, None)) -> None:
     Args:
         inputs: [*batch, length, features].
         inputs_kv: the same, or None.
-        features: sizes that the last axis of each must have; None is any.
+        features: sizes that the last axes of both must have; None accepts any size.
 
     Raises:
-        TypeError: no arrays.
-        ValueError: fewer than two axes, other features, or batch dimensions that differ.
+        TypeError: the inputs are not arrays.
+        ValueError: an input has fewer than two axes or other features, or batch dimensions differ.
     """
     given = {"inputs": inputs, "inputs_kv": inputs_kv}
     for (name, x), size in zip(given.items(), features, strict=True):
@@ -109,7 +109,7 @@ def placed(layer, inputs, inputs_kv) -> dict[str, Any]:
     Both count from 0, as in Flax.
 
     Raises:
-        ValueError: a single query, as of a decoding step.
+        ValueError: there is a single query, as in a decoding step.
     """
     q_len, kv_len = inputs.shape[-2], inputs_kv.shape[-2]
     own = layer.attention is flash_attention and layer.context_parallel is None
@@ -126,9 +126,9 @@ def placed(layer, inputs, inputs_kv) -> dict[str, Any]:
 
 
 def keywords(layer, given: CallArguments, full, slopes, sinks, dropout_key) -> dict[str, Any]:
-    """Returns the keywords of `flash_attention`, without those that are off.
+    """Returns the keywords of `flash_attention`, without those that are not in use.
 
-    So a function that replaces it need not know what its user does not ask for.
+    So a function that replaces it only needs to support what its user asks for.
 
     Args:
         layer: has causal, window, scale, softcap, dropout_rate, broadcast_dropout, precision,
@@ -172,8 +172,8 @@ def attention(layer):
     """Returns the function that the layer calls for attention.
 
     Raises:
-        TypeError: no function, or no ContextParallel.
-        ValueError: fields that contradict each other.
+        TypeError: the field is not a function, or not a ContextParallel.
+        ValueError: fields contradict each other.
     """
     if layer.context_parallel is None:
         if not callable(layer.attention):
@@ -193,7 +193,7 @@ def attention(layer):
 
 
 def in_context(layer, given: CallArguments, length: int) -> CallArguments:
-    """Fills in, if none are given, the positions that context parallelism has."""
+    """Fills in the positions of context parallelism, if none are given."""
     if layer.context_parallel is None or layer.rope_theta is None:
         return given
     at = layer.context_parallel.positions(length)
@@ -253,9 +253,9 @@ def alibi(setting, num_heads: int) -> tuple[float, ...] | None:
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Returns the slopes of the ALiBi paper (https://arxiv.org/abs/2108.12409).
 
-    They are what `flash_attention` takes as alibi_slopes. For n heads, n a power of two, they are
-    a geometric sequence from 2^(-8/n) to 2^-8; else that of the next smaller power of two,
-    followed by every second one of the next larger.
+    Pass them to `flash_attention` as alibi_slopes. If the number n of heads is a power of two, they
+    form a geometric sequence from 2^(-8/n) to 2^-8. Otherwise they are the sequence for the next
+    smaller power of two, followed by every second number of the sequence for the next larger one.
 
     Args:
         num_heads: number of heads, at least 1.
@@ -264,7 +264,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
         float32 [num_heads].
 
     Raises:
-        ValueError: fewer than one head.
+        ValueError: num_heads is not a positive int.
 
     Example:
         >>> from flash_pallas.nn import alibi_slopes
@@ -283,15 +283,15 @@ def segment_positions(segment_ids: Int[AnyArray, "*B T"]) -> Int[Array, "*B T"]:
     """Returns the position of every token in its own document, for RoPE of packed documents.
 
     Args:
-        segment_ids: int32 [*batch, length]; ids need be neither sorted nor contiguous.
+        segment_ids: int32 [*batch, length]; ids need not be sorted or contiguous.
 
     Returns:
-        int32 of the same shape: the number of tokens before this one that have the same id; 0 for
-        padding, which has negative ids. Memory and time are linear in the length but for one sort.
+        int32 of the same shape: the number of earlier tokens with the same id, or 0 for padding,
+        which has negative ids. Memory and time are linear in the length, except for one sort.
 
     Raises:
         TypeError: the ids are not integers.
-        ValueError: an id that does not fit int32.
+        ValueError: an id does not fit int32.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,10 +1,10 @@
 """`attention_fn` for flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention.
 
-Linen passes only the keywords that it finds in the signature, so a function of **kwargs would lose
-the mask without a word; nnx passes a fixed set, unfiltered. Hence every keyword of either is named
-here, and one that cannot be honoured is refused, never dropped. Both functions live at module
-level: Flax hashes a module together with its attention_fn, and a fresh lambda or partial per
-module would be traced again each time.
+Linen passes only the keywords that it finds in the signature, so a function of **kwargs would
+silently lose the mask. nnx passes a fixed set of keywords without filtering. Hence every keyword of
+either is named here. One that cannot be honored is refused, never dropped. Both functions live at
+module level, because Flax hashes a module together with its attention_fn: a new lambda or partial
+for each module would be traced again each time.
 """
 
 from __future__ import annotations
@@ -45,40 +45,44 @@ def attention_fn(
     is_causal: bool = False,
     input_positions: None = None,
 ) -> Float[Array, "*B T N Hv"]:
-    """Computes exact attention in O(length) memory, as Flax's attention modules expect it.
+    """Computes exact attention in O(length) memory, with the interface of Flax's attention modules.
 
-    A query that sees no key gives 0, where Flax's default gives the mean of the values.
+    A query that sees no key returns 0. With Flax's default function it returns the mean of the
+    values.
 
     Args:
-        query: [*batch, q_length, heads, head_dim], any number of batch dimensions, none included.
+        query: [*batch, q_length, heads, head_dim], with any number of batch dimensions, including
+            none.
         key: [*batch, kv_length, kv_heads, head_dim]; heads is a multiple of kv_heads.
         value: [*batch, kv_length, kv_heads, v_head_dim].
-        bias: floats added to the scaled scores, of a shape that broadcasts to
-            [*batch, heads, q_length, kv_length]; of lower rank too. It is never expanded.
-        mask: what is false or 0 is hidden, whatever the dtype; of the same shapes.
-        broadcast_dropout: share the dropout mask between all batch entries and heads.
-        dropout_rng: a key of jax.random, typed or raw; for dropout only.
-        dropout_rate: share of the weights that is dropped, in [0, 1). The mask is not Flax's for
-            the same key, but has the same distribution.
+        bias: floats added to the scaled scores. The shape must broadcast to
+            [*batch, heads, q_length, kv_length], and may have fewer axes. It is never expanded.
+        mask: array of any dtype, of the same shapes as bias. Where it is False or 0, the key is
+            hidden.
+        broadcast_dropout: use one dropout mask for all batch entries and heads.
+        dropout_rng: a key of jax.random, typed or raw; needed only for dropout.
+        dropout_rate: fraction of the weights that is dropped, in [0, 1). For the same key, the
+            dropout mask differs from Flax's but has the same distribution.
         deterministic: True switches dropout off.
-        dtype: dtype to compute in; None is the promoted dtype of the three arrays.
+        dtype: dtype of the computation; None is the promoted dtype of the three arrays.
         precision: precision of float32 matmuls, as in `flash_attention`, where None is "high".
-        module: must be None: there are no attention weights to sow.
-        force_fp32_for_softmax: accepted; the softmax is never computed in less than float32.
+        module: must be None, because there are no attention weights to sow.
+        force_fp32_for_softmax: accepted without effect; the softmax is never computed in less than
+            float32.
         einsum_dot_general: must be None.
         qk_attn_weights_einsum: must be None.
         attn_weights_value_einsum: must be None.
-        promote_dtype: called as promote_dtype((query, key, value), dtype=dtype) in place of the
+        promote_dtype: called as promote_dtype((query, key, value), dtype=dtype), instead of the
             promotion described under dtype.
-        is_causal: query i sees keys 0 to i, of those that the mask leaves visible.
-        input_positions: must be None: rotate query and key before attention.
+        is_causal: query i sees keys 0 to i, except those that the mask hides.
+        input_positions: must be None. Rotate query and key before attention instead.
 
     Returns:
-        [*batch, q_length, heads, v_head_dim] in the dtype computed in.
+        [*batch, q_length, heads, v_head_dim] in the dtype of the computation.
 
     Raises:
-        NotImplementedError: an argument that cannot be honoured; the message says what to do.
-        ValueError: shapes that do not fit together, or dropout without a key.
+        NotImplementedError: an argument cannot be honored; the message says what to do.
+        ValueError: shapes do not match, or dropout has no key.
     """
     _refuse(
         module=module,
@@ -131,13 +135,13 @@ def causal_attention_fn(
     is_causal: bool = True,
     input_positions: None = None,
 ) -> Float[Array, "*B T N Hv"]:
-    """Computes a causal `attention_fn` unasked: for linen, whose modules have no is_causal.
+    """Computes a causal `attention_fn`, even if not asked to: linen's modules have no is_causal.
 
     A dense causal mask is not needed with it; a mask hides further keys. Arguments, result and
-    errors are those of `attention_fn`, except that is_causal has no effect (nnx passes False where
-    its caller says nothing), and that a single query with a mask sees what the mask leaves visible:
-    with decode=True Flax passes the newest token alone and says by the mask which part of the cache
-    is filled.
+    errors are those of `attention_fn`, with two exceptions. First, is_causal has no effect, because
+    nnx passes False if its caller does not set it. Second, a single query with a mask sees whatever
+    the mask leaves visible. With decode=True, Flax passes only the newest token, and its mask shows
+    which part of the cache is filled.
     """
     return attention_fn(
         query,

@@ -38,14 +38,13 @@ except ImportError as error:
 class FlashAttention(nnx.Module):
     """Multi-head attention: projections, optional QK-norm and RoPE, exact attention, projection.
 
-    Parameters and output are those of `flash_pallas.nn.linen.FlashAttention`. The names and shapes
-    are Flax's: query/key/value kernels [features, heads, head_dim], out kernel
-    [heads, head_dim, out_features], biases, and for qk_norm query_norm/key_norm ("rms") or
-    query_ln/key_ln ("layer") scales [head_dim]; so weights of nnx.MultiHeadAttention load.
-    With use_sinks there is one more, sinks [num_heads]. They carry logical axis names as
-    `out_sharding`: embed, heads, kv_heads, kv. Parameters are placed on the mesh as they are made
-    only under `nnx.logical_axis_rules`, which say what the names mean; without rules, no mesh is
-    needed.
+    Parameters and output are those of `flash_pallas.nn.linen.FlashAttention`. Names and shapes are
+    Flax's, so weights of nnx.MultiHeadAttention load: query/key/value kernels
+    [features, heads, head_dim], out kernel [heads, head_dim, out_features], and biases. qk_norm
+    adds scales [head_dim], named query_norm/key_norm ("rms") or query_ln/key_ln ("layer").
+    use_sinks adds sinks [num_heads]. As `out_sharding`, the parameters carry the logical axis names
+    embed, heads, kv_heads and kv. They are placed on the mesh at creation only under
+    `nnx.logical_axis_rules`, which give these names a meaning. Without rules, no mesh is needed.
     """
 
     def __init__(
@@ -88,44 +87,48 @@ class FlashAttention(nnx.Module):
         Args:
             num_heads: number of query heads.
             in_features: number of features of the input.
-            in_kv_features: number of features of inputs_kv; None is in_features.
-            num_kv_heads: number of KV heads, a divisor of num_heads; None is num_heads.
-            head_dim: size of a head; None is in_features / num_heads.
-            out_features: number of features of the output; None is in_features.
-            causal: a query sees the keys up to its own index (whatever `positions` say).
-            rope_theta: base of the rotary embedding; None for none.
-            qk_norm: None, "rms" or "layer": normalise each query and key head before the rotation.
-            scale: scale of the logits; None is 1 / sqrt(head_dim).
-            window: (left, right), how many keys a query sees on either side of its own index, both
-                included; None on a side is unbounded, an int is both.
+            in_kv_features: number of features of inputs_kv; None means in_features.
+            num_kv_heads: number of KV heads, a divisor of num_heads; None means num_heads.
+            head_dim: size of a head; None means in_features / num_heads.
+            out_features: number of features of the output; None means in_features.
+            causal: a query sees the keys up to its own index, whatever `positions` are.
+            rope_theta: base of the rotary embedding; None means no rotation.
+            qk_norm: "rms" or "layer" normalizes each query and key head before the rotation. None
+                does not.
+            scale: factor of the logits; None means 1 / sqrt(head_dim).
+            window: (left, right): the number of keys that a query sees on either side of its own
+                index. None on a side is unbounded; an int is both sides.
             softcap: logits become softcap * tanh(logits / softcap).
-            alibi: True for the slopes of `flash_pallas.nn.alibi_slopes`, or one slope for each
-                head.
-            use_sinks: add a parameter "sinks" [num_heads], a logit of every query without a value.
-            dropout_rate: share of the attention weights that is dropped in training.
-            broadcast_dropout: share the dropout mask between all batch entries and heads.
-            deterministic: True switches dropout off. Say it here or in the call (which wins).
+            alibi: True for the slopes of `flash_pallas.nn.alibi_slopes`, or one slope per head.
+            use_sinks: add a parameter "sinks" [num_heads]: one additional logit per query, without
+                a value.
+            dropout_rate: fraction of the attention weights that is dropped in training.
+            broadcast_dropout: use one dropout mask for all batch entries and heads.
+            deterministic: True switches dropout off. Set it here or in the call; the call takes
+                precedence.
             use_qkv_bias: add a bias to query, key and value.
             use_out_bias: add a bias to the output.
-            dtype: dtype to compute in; None is the promoted dtype of input and parameters.
+            dtype: dtype of the computation; None means the promoted dtype of input and parameters.
             param_dtype: dtype of the parameters.
             kernel_init: called on each kernel as a matrix [inputs, outputs].
             bias_init: initializer of the biases.
             precision: precision of float32 matmuls in attention, as in flash_attention.
             backend: as in flash_attention.
-            deterministic_backward: gradients are bit-identical from run to run.
-            differentiable: "reverse" or "any", as in flash_attention; without a cache.
-            num_splits: with a cache, number of ranges in which keys are read, as in flash_decode.
+            deterministic_backward: make gradients bit-identical from run to run.
+            differentiable: "reverse" or "any", as in flash_attention; applies to calls without a
+                cache.
+            num_splits: number of ranges into which the keys are split in calls with a cache, as in
+                flash_decode.
             context_parallel: a `flash_pallas.parallel.ContextParallel`, which names the mesh axis
-                that shards the sequences; None where they are whole.
-            attention: replaces flash_attention; called as
-                attention(q, k, v, causal=, scale=, deterministic=, backend=), and with those other
-                keywords of flash_attention that are asked for.
-            rngs: an nnx.Rngs, or a key or seed for one: its `params` stream makes the parameters;
-                with a dropout_rate a fork of its `dropout` stream is kept for the calls.
+                that shards the sequences. None means that the sequences are not sharded.
+            attention: function that replaces flash_attention. It is called as attention(q, k, v,
+                causal=, scale=, deterministic=, backend=), with only those other keywords of
+                flash_attention that are in use.
+            rngs: an nnx.Rngs, or a key or seed for one. Its `params` stream makes the parameters.
+                With a dropout_rate, a fork of its `dropout` stream is kept for the calls.
 
         Raises:
-            ValueError: arguments that contradict each other.
+            ValueError: arguments contradict each other.
         """
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.out_features, self.causal, self.scale = out_features, causal, scale
@@ -197,38 +200,39 @@ class FlashAttention(nnx.Module):
     ) -> Array | tuple[Array, Cache]:
         """Computes attention of `inputs` over `inputs_kv`, or over itself.
 
-        In self-attention, arguments of the queries alone (positions, segment_ids, lengths) hold
-        for the keys too.
+        In self-attention, arguments for the queries (positions, segment_ids, lengths) also apply to
+        the keys.
 
         Args:
             inputs: [*batch, q_length, in_features].
-            inputs_kv: [*batch, kv_length, in_kv_features]; None is self-attention.
-            positions: positions of the queries, for RoPE: [q_length] or [*batch, q_length]; None
-                counts from 0. For packed documents see `flash_pallas.nn.segment_positions`.
-            kv_positions: positions of the keys, of the same shapes with kv_length.
-            segment_ids: int32 [*batch, q_length]: a query sees the keys with its own id. Negative
-                is padding.
+            inputs_kv: [*batch, kv_length, in_kv_features]; None means self-attention.
+            positions: positions of the queries for RoPE, [q_length] or [*batch, q_length]; None
+                counts from 0. For packed documents, see `flash_pallas.nn.segment_positions`.
+            kv_positions: positions of the keys, [kv_length] or [*batch, kv_length].
+            segment_ids: int32 [*batch, q_length]: a query sees the keys with its own id. A negative
+                id is padding.
             kv_segment_ids: int32 [*batch, kv_length]: ids of the keys.
-            lengths: int32 [*batch]: queries from there on see nothing.
-            kv_lengths: int32 [*batch]: keys from there on are hidden.
-            mask: what is false or 0 is hidden; broadcasts to
+            lengths: int32 [*batch]: number of queries; later queries see nothing.
+            kv_lengths: int32 [*batch]: number of keys; later keys are hidden.
+            mask: hides keys where it is False or 0. It broadcasts to
                 [*batch, num_heads, q_length, kv_length] and is never expanded.
-            bias: floats added to the scaled logits, of the same shapes.
+            bias: floats added to the scaled logits, of the same shapes as mask.
             deterministic: True switches dropout off; needed only with a dropout_rate.
-            rngs: an nnx.Rngs, a stream or a key for dropout, in place of the layer's own.
-            cache: a `flash_pallas.KVCache`, or of `flash_pallas.nn` a `RingCache`, or a
-                `ScaledCache` in eight bits: the inputs are new tokens, any number, that follow
-                those in it. Their positions follow too, unless `positions` says otherwise. Needs
+            rngs: an nnx.Rngs, a stream or a key for dropout, used instead of the layer's own.
+            cache: a `flash_pallas.KVCache`, or from `flash_pallas.nn` a `RingCache`, or an 8-bit
+                `ScaledCache`. The inputs are then any number of new tokens that follow those in the
+                cache. Their positions follow too, unless `positions` is given. Requires
                 causal=True.
-            new_lengths: with a cache, int32 [batch]: new tokens from there on are padding, which
-                is not stored and whose outputs mean nothing.
+            new_lengths: with a cache, int32 [batch]: number of new tokens. Later ones are padding,
+                which is not stored and whose outputs are meaningless.
             page_table: with a cache of pages, int32 [batch, max_pages]; see `append_kv`.
 
         Returns:
-            [*batch, q_length, out_features]; with a cache the pair of that and the new cache.
+            [*batch, q_length, out_features]. With a cache, the pair of this array and the new
+            cache.
 
         Raises:
-            ValueError: arguments that contradict each other or the parameters.
+            ValueError: arguments contradict each other or the parameters.
         """
         sizes = self.query.kernel.shape[0], self.key.kernel.shape[0]
         _options.check_inputs(inputs, inputs_kv, sizes)
@@ -264,10 +268,10 @@ class FlashAttention(nnx.Module):
         return self.out(attended, inputs)
 
     def set_view(self, deterministic: bool | None = None):
-        """Sets `deterministic`; `nnx.view` calls this.
+        """Sets `deterministic`; called by `nnx.view`.
 
         Args:
-            deterministic: True switches dropout off; None leaves it as it is.
+            deterministic: True switches dropout off; None leaves the setting unchanged.
         """
         if deterministic is not None:
             self.deterministic = deterministic

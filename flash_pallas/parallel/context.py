@@ -1,4 +1,4 @@
-"""Public functions of context parallelism: attention to sequences sharded over a mesh axis."""
+"""Public functions for context parallelism: attention to sequences sharded over a mesh axis."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _IDS = ("q_segment_ids", "kv_segment_ids")
 
 
 class ContextOptions(TypedDict, total=False):
-    """Arguments of both functions that have no influence on the type of the result."""
+    """Arguments of both functions that do not affect the type of the result."""
 
     strategy: Strategy
     layout: Layout
@@ -121,46 +121,51 @@ def context_parallel_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Array | tuple[Array, Array]:
-    """Computes `flash_attention` to a sequence that is sharded over a mesh axis.
+    """Computes `flash_attention` of a sequence that is sharded over a mesh axis.
 
-    Ring attention (https://arxiv.org/abs/2310.01889) or another strategy, by `jax.shard_map`, with
-    the result of `flash_attention` on whole arrays up to rounding. Differentiable once, in reverse
-    mode; with `differentiable="any"` in both modes, to any order.
+    It runs ring attention (https://arxiv.org/abs/2310.01889) or another strategy under
+    `jax.shard_map`. Up to rounding, the result is that of `flash_attention` on whole arrays. By
+    default it is differentiable once, in reverse mode; with `differentiable="any"` in both modes
+    and to any order.
 
     Args:
-        q: queries [B, T, N, H], whole. If the devices of `axis` do not divide T, the arrays are
-            padded, which copies them; in zigzag layout T must be a multiple of twice the devices.
+        q: queries [B, T, N, H], the whole array. If T is not a multiple of the number of devices of
+            `axis`, the arrays are padded, which copies them. In zigzag layout, T must be a multiple
+            of twice the number of devices.
         k: keys [B, S, K, H], with S = T.
         v: values [B, S, K, Hv].
         mesh: the mesh of the devices.
-        axis: the mesh axis that shards the sequence, or a tuple of such.
-        strategy: "ring" sends keys from device to device, overlapped with the use of others; memory
-            for one device's keys twice. "all_gather" has them all on every device. "ulysses" gives
-            every device some of the heads and the whole sequence; N is a multiple of the devices.
-        layout: order of the sequences of q, k, v, ids and positions: "contiguous" is in order,
-            "zigzag" as `to_zigzag` puts them. With a causal mask only "zigzag" gives every device
-            of a ring equal work.
+        axis: the mesh axis that shards the sequence, or a tuple of axes.
+        strategy: "ring" sends keys from device to device while other keys are in use, and needs
+            memory for twice the keys of one device. "all_gather" gathers all keys on every device.
+            "ulysses" gives every device the whole sequence for some of the heads; N must be a
+            multiple of the number of devices.
+        layout: order of the tokens in q, k, v, ids and positions: "contiguous" is the natural
+            order, "zigzag" is that of `to_zigzag`. With a causal mask, only "zigzag" gives every
+            device of a ring equal work.
         batch_axis: the mesh axes that shard the batch.
-        head_axis: the mesh axes that shard the heads, those of k and v too.
+        head_axis: the mesh axes that shard the heads, including those of k and v.
         q_segment_ids: as in `flash_attention`.
         kv_segment_ids: as in `flash_attention`.
-        q_positions: as in `flash_attention`: data, sharded as q is; None is the index in the whole
-            sequence. With positions a ring visits the keys of all devices, as no step is known to
-            be empty before it runs, and its kernels skip tiles; dropout needs "ring" or "ulysses".
-        kv_positions: likewise for keys.
+        q_positions: as in `flash_attention`, sharded like q. None means the index in the whole
+            sequence. With positions, a ring visits the keys of all devices, because no step is
+            known to be empty before it runs; its kernels still skip tiles. Dropout then requires
+            "ring" or "ulysses".
+        kv_positions: the same for keys.
         sinks: as in `flash_attention`, one per head.
         dropout_seed: as in `flash_attention`.
         return_lse: also return the log-sum-exp.
-        **options: those of `sharded_attention`: causal, window, scale, softcap, dropout_rate and so
-            on.
+        **options: options of `sharded_attention`: causal, window, scale, softcap, dropout_rate and
+            so on.
 
     Returns:
-        o [B, T, N, Hv] in q's dtype and in the layout of q, sharded as q is; with return_lse the
-        pair of it and lse [B, N, T] in float32.
+        o [B, T, N, Hv] in q's dtype, with the layout and the sharding of q. With return_lse, the
+        pair of o and lse [B, N, T] in float32.
 
     Raises:
-        TypeError: and others, as `flash_attention` lists them.
-        ValueError: lengths or heads that the devices do not divide, or unknown names.
+        Exception: the same exceptions as `flash_attention`.
+        ValueError: lengths or heads are not divisible by the number of devices, or a name is
+            unknown.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -205,7 +210,7 @@ def _static(name: str, value, head_dim: int):
     """Returns an option in a form that jit can hash.
 
     Raises:
-        TypeError: and others, as `flash_attention` says what an option must be.
+        Exception: the same exceptions as `flash_attention`, for an invalid option.
     """
     if name in ("causal", "deterministic", "broadcast_dropout", "return_lse"):
         return checks.flag(name, value)
@@ -223,7 +228,7 @@ def _static(name: str, value, head_dim: int):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _on_devices(cuts: Cuts, options, q, k, v, given):
-    """Runs `sharded_attention` on every device; jitted, or an eager call would run op by op."""
+    """Runs `sharded_attention` on every device; jitted, so that eager calls do not run op by op."""
     static = dict(options)
     length, uneven = q.shape[1], q.shape[1] % cuts.shards(cuts.sequence) > 0
     if uneven:
@@ -307,41 +312,42 @@ def sharded_attention(
     backend: BackendName = "auto",
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Computes `context_parallel_attention` of one device's part, inside `jax.shard_map`.
+    """Computes one device's part of `context_parallel_attention`, inside `jax.shard_map`.
 
     Args:
         q: queries of this device, [B, T, N, H].
         k: keys of this device, [B, T, K, H].
         v: values of this device, [B, T, K, Hv].
-        axis: the mesh axis that shards the sequence, or a tuple of such.
+        axis: the mesh axis that shards the sequence, or a tuple of axes.
         strategy: as in `context_parallel_attention`.
         layout: as in `context_parallel_attention`.
-        causal: as in `flash_attention`; it and all others are in positions of the whole sequence.
+        causal: as in `flash_attention`. This and all other masks use positions in the whole
+            sequence.
         window: as in `flash_attention`.
         scale: as in `flash_attention`.
-        q_segment_ids: as in `flash_attention`, of this device's queries, [B, T].
-        kv_segment_ids: as in `flash_attention`, of this device's keys, [B, T].
-        q_positions: as in `context_parallel_attention`, of this device's queries, [B, T].
-        kv_positions: as in `context_parallel_attention`, of this device's keys, [B, T].
+        q_segment_ids: as in `flash_attention`, for this device's queries, [B, T].
+        kv_segment_ids: as in `flash_attention`, for this device's keys, [B, T].
+        q_positions: as in `context_parallel_attention`, for this device's queries, [B, T].
+        kv_positions: as in `context_parallel_attention`, for this device's keys, [B, T].
         softcap: as in `flash_attention`.
-        sinks: as in `flash_attention`, of this device's heads, [N].
-        dropout_rate: as in `flash_attention`, which drops the same weights.
+        sinks: as in `flash_attention`, for this device's heads, [N].
+        dropout_rate: as in `flash_attention`, with the same weights dropped.
         dropout_seed: as in `flash_attention`.
         broadcast_dropout: as in `flash_attention`.
         shard_axes: as in `flash_attention`.
         deterministic: as in `flash_attention`.
         precision: as in `flash_attention`.
-        differentiable: as in `flash_attention`. With "any" the gradient of a ring keeps the keys of
-            all devices, each of which has them all then, as with "all_gather".
+        differentiable: as in `flash_attention`. With "any", the gradient of a ring stores the keys
+            of all devices on each device, as "all_gather" does.
         backend: as in `flash_attention`.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        o [B, T, N, Hv] in q's dtype, of this device's queries; with return_lse the pair of it and
+        o [B, T, N, Hv] in q's dtype, for this device's queries. With return_lse, the pair of o and
         lse [B, N, T] in float32.
 
     Raises:
-        TypeError: and others, as `context_parallel_attention` lists them.
+        Exception: the same exceptions as `context_parallel_attention`.
     """
     _check("strategy", strategy, STRATEGIES)
     _check("layout", layout, LAYOUTS)
@@ -404,7 +410,7 @@ def _check(name: str, value, choices):
 
 
 def _lengthened(cuts: Cuts, name: str, x):
-    """Pads an array [B, T, ...] so that the devices divide T; others are as they were."""
+    """Pads an array [B, T, ...] so that the devices divide T; other arrays are unchanged."""
     if name in ("sinks", "dropout_seed"):
         return x
     if AxisType.Explicit in cuts.mesh.axis_types:  # where only a whole axis can be of any length

@@ -15,7 +15,7 @@ from .layout import names_of
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """Mesh axes that shard the sequence, batch and heads; each a name, a tuple of names or None."""
+    """Mesh axes that shard sequence, batch and heads: each a name, a tuple of names or None."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
     sequence: Any
@@ -24,11 +24,11 @@ class Cuts:
 
     @classmethod
     def of(cls, mesh, axis, batch_axis, head_axis) -> Cuts:
-        """Checks the arguments of `context_parallel_attention` and makes Cuts of them.
+        """Makes Cuts from the arguments of `context_parallel_attention`, after checking them.
 
         Raises:
-            TypeError: no mesh.
-            ValueError: names that the mesh does not have, or one that shards two things.
+            TypeError: mesh is not a mesh.
+            ValueError: the mesh does not have a name, or one axis shards two things.
         """
         if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
             raise TypeError(
@@ -58,14 +58,14 @@ class Cuts:
         return cls(mesh, *given.values())
 
     def shards(self, axes) -> int:
-        """Returns the number of parts into which these axes cut."""
+        """Returns the number of parts into which these axes divide an array."""
         return math.prod(self.mesh.shape[name] for name in names_of(axes))
 
     def check_sizes(self, q, k, zigzag: bool):
-        """Checks that batch and heads, and in zigzag layout the sequence, can be sharded.
+        """Checks that batch and heads, and in zigzag layout also the sequence, can be sharded.
 
         Raises:
-            ValueError: the devices do not divide one of them.
+            ValueError: a size is not divisible by the number of devices.
         """
         of_batch = "pad it, or leave batch_axis out"
         of_heads = "repeat heads with jnp.repeat, or leave head_axis out"
@@ -97,12 +97,12 @@ class Cuts:
 
 
 def shards_around(axis) -> int:
-    """Returns the number of devices that the `jax.shard_map` around has along an axis.
+    """Returns the number of devices along an axis of the enclosing `jax.shard_map`.
 
-    It may be a tuple of axes.
+    The axis may be a tuple of axes.
 
     Raises:
-        ValueError: there is no `jax.shard_map` over it.
+        ValueError: there is no `jax.shard_map` over the axis.
     """
     try:
         return lax.axis_size(axis)

@@ -1,4 +1,4 @@
-"""Context parallelism by moving everything at once: keys to all devices, or heads between them."""
+"""Context parallelism in one move: keys go to all devices, or heads are exchanged between them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .layout import from_zigzag, names_of, to_zigzag
 def all_gather_attention(
     q, k, v, axis, shards: int, zigzag: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Computes (o, lse) of this device's queries to the keys of all devices, which are gathered.
+    """Computes (o, lse) of this device's queries and the gathered keys of all devices.
 
-    Memory for keys is that of the whole sequence. The gradients of k and v are summed by a
-    reduce-scatter, the transpose of the gathering.
+    The keys take the memory of the whole sequence. The gradients of k and v are summed by a
+    reduce-scatter, the transpose of the all-gather.
     """
     length = q.shape[1]
     gather = lambda x: _ordered(lax.all_gather(x, axis, axis=1, tiled=True), shards, zigzag)
@@ -52,7 +52,7 @@ def all_gather_attention(
 def ulysses_attention(
     q, k, v, axis, shards: int, zigzag: bool, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Computes (o, lse) by all-to-all: each device has some heads and the whole sequence.
+    """Computes (o, lse) by all-to-all: each device has the whole sequence for some of the heads.
 
     DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509).
 

@@ -1,7 +1,7 @@
 """Zigzag layout: the assignment of tokens to devices that balances causal work.
 
-A sequence is cut into 2 P chunks, and device i of P has chunks i and 2 P - 1 - i: the early ones
-see few keys and the late ones many, and together every device sees the same number.
+A sequence is cut into 2 P chunks, and device i of P has chunks i and 2 P - 1 - i. Early chunks see
+few keys and late chunks see many, so both together see the same number on every device.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def zigzag_positions(length: int, shards: int) -> np.ndarray:
 
     Args:
         length: length of the sequence, a multiple of 2 * shards.
-        shards: number of devices that it is sharded over.
+        shards: number of devices over which it is sharded.
 
     Raises:
-        ValueError: the length is no such multiple.
+        ValueError: the length is not such a multiple.
 
     Example:
         >>> from flash_pallas.parallel import zigzag_positions
@@ -35,8 +35,8 @@ def to_zigzag(x: AnyArray, shards: int, axis: int = 1) -> Array:
     """Permutes the sequence axis of x to zigzag layout.
 
     Args:
-        x: an array with the tokens in order along `axis`.
-        shards: number of devices that the axis is sharded over.
+        x: an array whose tokens are in order along `axis`.
+        shards: number of devices over which the axis is sharded.
         axis: the sequence axis.
 
     Returns:
@@ -44,7 +44,7 @@ def to_zigzag(x: AnyArray, shards: int, axis: int = 1) -> Array:
         `zigzag_positions`.
 
     Raises:
-        ValueError: the axis is not a multiple of 2 * shards long.
+        ValueError: the length of the axis is not a multiple of 2 * shards.
 
     Example:
         >>> import jax.numpy as jnp
@@ -56,18 +56,18 @@ def to_zigzag(x: AnyArray, shards: int, axis: int = 1) -> Array:
 
 
 def from_zigzag(x: AnyArray, shards: int, axis: int = 1) -> Array:
-    """Puts the sequence axis of x in order again, which undoes `to_zigzag`.
+    """Restores the order of the sequence axis of x, which undoes `to_zigzag`.
 
     Args:
         x: an array in zigzag layout along `axis`.
-        shards: number of devices that the axis is sharded over.
+        shards: number of devices over which the axis is sharded.
         axis: the sequence axis.
 
     Returns:
         An array of the same shape.
 
     Raises:
-        ValueError: the axis is not a multiple of 2 * shards long.
+        ValueError: the length of the axis is not a multiple of 2 * shards.
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,7 +79,7 @@ def from_zigzag(x: AnyArray, shards: int, axis: int = 1) -> Array:
 
 
 def names_of(axes) -> tuple[str, ...]:
-    """Returns the names of mesh axes given as one name, several or None."""
+    """Returns the names of mesh axes that are given as one name, several names or None."""
     return () if axes is None else tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
@@ -87,10 +87,10 @@ def local_positions(device, length: int, shards: int, zigzag: bool):
     """Returns int32[length]: the positions of one device's tokens.
 
     Args:
-        device: its number, which may be traced.
+        device: index of the device, which may be traced.
         length: length of its part of the sequence; an even number in zigzag layout.
-        shards: number of devices that the sequence is sharded over.
-        zigzag: True for the zigzag layout; else every device has consecutive tokens.
+        shards: number of devices over which the sequence is sharded.
+        zigzag: True for the zigzag layout. Otherwise every device has consecutive tokens.
     """
     index = jnp.arange(length, dtype=jnp.int32)
     if not zigzag:
@@ -101,13 +101,13 @@ def local_positions(device, length: int, shards: int, zigzag: bool):
 
 
 def _order(shards: int) -> np.ndarray:
-    """Returns the numbers of the 2 * shards chunks in the order in which they lie."""
+    """Returns the indices of the 2 * shards chunks in the order in which they are stored."""
     first = np.arange(shards)
     return np.stack([first, 2 * shards - 1 - first], axis=1).reshape(-1)
 
 
 def _moved(x, chunks: np.ndarray, axis: int, numpy=jnp):
-    """Reorders the chunks of an axis of x; it takes few indices, however long the axis is."""
+    """Reorders the chunks of an axis of x with few indices, however long the axis is."""
     axis = axis % x.ndim
     length, count = x.shape[axis], len(chunks)
     if length % count:

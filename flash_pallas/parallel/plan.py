@@ -1,8 +1,9 @@
-"""Static schedule of ring attention: what a device computes in every step of the ring.
+"""Static schedule of ring attention: the work of a device in every step of the ring.
 
-Step s brings the keys of the device s places before this one: those of `me - s`, or, where that
-wraps around, those of `me - s + P`, which lie behind. In either case distances between queries and
-keys are known, but for those between an early and a late chunk of the zigzag layout.
+Step s brings the keys of the device s places before this one. These are the keys of `me - s`, or
+after wrapping around those of `me - s + P`, which come later in the sequence. In both cases the
+distances between queries and keys are known, except between an early and a late chunk of the zigzag
+layout.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ EMPTY, FULL, PARTIAL = "empty", "full", "partial"
 
 
 class Piece(NamedTuple):
-    """One attention call: some queries of this device against some keys of another.
+    """One attention call: some queries of this device and some keys of another.
 
     Attributes:
         rows: the half of the queries, 0 or 1, or None for all.
         cols: the half of the keys, 0 or 1, or None for all.
-        mask: mask in positions; trivial where everything is visible.
+        mask: mask in terms of positions; trivial if everything is visible.
         offset: position of the first query relative to the first key, unless `far`.
-        far: 1 for late queries and early keys, -1 for the reverse, at a distance that depends on
-            the device; else 0.
+        far: 1 for late queries and early keys, and -1 for the reverse; their distance depends on
+            the device. Otherwise 0.
     """
 
     rows: int | None
@@ -41,8 +42,8 @@ class Plan:
     Attributes:
         shards: number of devices of the ring.
         length: length of one device's part of the sequence.
-        zigzag: True for the zigzag layout; else every device has consecutive tokens.
-        mask: mask of the whole attention.
+        zigzag: True for the zigzag layout. Otherwise every device has consecutive tokens.
+        mask: mask of the whole attention call.
     """
 
     shards: int
@@ -52,7 +53,7 @@ class Plan:
 
     @property
     def last_step(self) -> int:
-        """The last step in which any device has something to do."""
+        """The last step in which any device has work."""
         return max(s for s in range(self.shards) if self.pieces(s, False) or self.pieces(s, True))
 
     def pieces(self, step: int, wrapped: bool) -> list[Piece]:

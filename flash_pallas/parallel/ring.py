@@ -1,9 +1,9 @@
-"""Ring attention: keys and values travel from device to device, queries stay where they are.
+"""Ring attention: keys and values travel from device to device, and queries stay in place.
 
-Ring attention (https://arxiv.org/abs/2310.01889). Every step computes attention to the keys at hand
-while the next ones are on their way, and merges it with the results before through the log-sum-exp,
-in float32. The backward goes round once more: with the final log-sum-exp and delta the gradients of
-all steps are independent, and those of keys and values travel with them.
+Ring attention (https://arxiv.org/abs/2310.01889). Every step computes attention to the current keys
+while the next keys are being sent. It merges the result with those of earlier steps through the
+log-sum-exp, in float32. The backward pass is another round: with the final log-sum-exp and delta,
+the gradients of all steps are independent. The gradients of keys and values travel with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ring:
 
     Attributes:
         axis: the mesh axis, or a tuple of them.
-        plan: the schedule, which says what each device computes.
+        plan: the schedule, which defines the work of each device.
         spec: spec of the whole attention.
         backend: name of the backend, or "auto".
     """
@@ -46,7 +46,7 @@ class Ring:
     def unit(self) -> float:
         """Factor from unscaled logits to natural ones, as in `Problem.unit`.
 
-        There is neither a bias nor ALiBi here.
+        Rings have neither a bias nor ALiBi.
         """
         return self.spec.unit(added=False)
 
@@ -69,9 +69,9 @@ class _Sums(NamedTuple):
 
 
 def attend(ring: Ring, operands: Operands):
-    """Computes (o [B, T, N, Hv], natural lse [B, N, T]) of this device's queries to all keys.
+    """Computes (o [B, T, N, Hv], natural lse [B, N, T]) of this device's queries and all keys.
 
-    Runs inside `jax.shard_map`. All operands but sinks are this device's parts.
+    It runs inside `jax.shard_map`. All operands except sinks are this device's parts.
     """
     axes = mesh_axes.varying(operands)
     # Outside shard_map's check of types no value has axes, and none must be given one.

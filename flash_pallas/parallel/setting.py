@@ -1,4 +1,4 @@
-"""Context parallelism of a layer: one value next to those that say what to compute."""
+"""Context parallelism of a layer, as one value next to the layer's other settings."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from .layout import local_positions, names_of, zigzag_positions
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallel:
-    """Sharding of a layer's sequences over devices; the value of its field `context_parallel`.
+    """Sharding of a layer's sequences over devices: the value of its field `context_parallel`.
 
-    The layer may run under `jax.jit` on whole arrays, or inside a `jax.shard_map` over `axis`, on
-    one device's part of them. Whatever depends on positions counts them in the whole sequence:
-    causal masks, windows, dropout, and rotary positions unless the call gives others.
+    The layer may run under `jax.jit` on whole arrays. It may also run inside a `jax.shard_map` over
+    `axis`, on one device's part of the arrays. Everything that depends on positions uses those of
+    the whole sequence: causal masks, windows, dropout, and rotary positions unless the call gives
+    others.
 
     Attributes:
-        axis: the mesh axis that shards the sequence, or a tuple of such.
+        axis: the mesh axis that shards the sequence, or a tuple of axes.
         strategy: as in `context_parallel_attention`.
         layout: layout of the sequences that the layer gets, as in `context_parallel_attention`:
-            "contiguous", or "zigzag" as `to_zigzag` puts them.
-        batch_axis: the mesh axes that shard the batch. An axis that shards it and is not named
-            costs an all-gather of it.
+            "contiguous", or "zigzag" as from `to_zigzag`.
+        batch_axis: the mesh axes that shard the batch. If an axis shards the batch and is not named
+            here, the batch is gathered over it.
         head_axis: the mesh axes that shard the heads.
-        mesh: the mesh; None is that of `jax.set_mesh`.
+        mesh: the mesh; None means that of `jax.set_mesh`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -61,13 +62,13 @@ class ContextParallel:
             q: queries, whole or of this device.
             k: keys, whole or of this device.
             v: values, whole or of this device.
-            **options: those of `flash_attention` that `sharded_attention` has too.
+            **options: options of `flash_attention` that `sharded_attention` also has.
 
         Returns:
-            o [B, T, N, H], sharded as q is.
+            o [B, T, N, H], sharded like q.
 
         Raises:
-            ValueError: an option that cannot be honoured, or no mesh.
+            ValueError: an option is not supported, or there is no mesh.
         """
         refused = sorted(set(options) - set(inspect.signature(sharded_attention).parameters))
         if refused:
@@ -87,10 +88,10 @@ class ContextParallel:
         """Returns int32[length]: the positions of the tokens of a call, for RoPE.
 
         Args:
-            length: length of the sequences, or inside `jax.shard_map` of this device's part.
+            length: length of the sequences; inside `jax.shard_map`, length of this device's part.
 
         Raises:
-            ValueError: no mesh, or a length that the zigzag layout cannot have.
+            ValueError: there is no mesh, or the zigzag layout does not allow the length.
         """
         zigzag = self.layout == "zigzag"
         if self._inside:

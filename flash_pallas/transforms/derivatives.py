@@ -4,7 +4,7 @@
         on shards of Auto axes( backend ) ) ) )
 
 The residuals are Q, K, V, O and the log-sum-exp in two parts (and the caller's own arrays), so
-memory stays linear in the length. Both outputs carry names for rematerialisation policies.
+memory stays linear in the length. Both outputs carry names for rematerialization policies.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ from . import sharding
 SAVED_NAMES = ("flash_attention_out", "flash_attention_lse")
 
 save_attention = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
-"""A policy for `jax.checkpoint`: keep O and the log-sum-exp, recompute the rest.
+"""A policy for `jax.checkpoint`: keep O and the log-sum-exp, recompute everything else.
 
-With it a rematerialised layer does not run the forward kernel a second time. The backward starts
-from both, so a policy that keeps neither, or only what a model calls the result of attention, as
-`save_only_these_names("context")` does, runs the kernel again. Combine it with this one,
+With this policy, a rematerialized layer does not run the forward kernel a second time. The backward
+pass starts from both arrays, so a policy that keeps neither of them runs the kernel again. So does
+one that keeps only what a model itself names as the result of attention, such as
+`save_only_these_names("context")`. To avoid that, combine such a policy with this one,
 
     jax.checkpoint_policies.save_from_both_policies(theirs, save_attention)
 
-or put the names "flash_attention_out" and "flash_attention_lse" among its own, in place of that of
-the result, which would be O once more. Policies that offload take the names likewise.
+or put the names "flash_attention_out" and "flash_attention_lse" among its own names. They should
+replace the model's own name for the result, because that name stores O a second time. Policies that
+offload accept the same names.
 """
 
 
