@@ -18,9 +18,10 @@ from .core import mesh_axes, ragged
 from .core.decode import QUANTISED, UNBOUNDED
 from .core.ragged import RaggedOperands
 from .core.rope import apply_rope
-from .frontend.arguments import as_int32, check_room, is_computed, is_known, known
+from .frontend.arguments import as_int32, check_room, is_computed, known
 from .frontend.validate_decode import cache_scale
 from .frontend.validate_ragged import RaggedArguments, places_of
+from .frontend.words import readable
 from .typing import AnyArray, Array, Float, Int, Integer, Values
 
 
@@ -95,25 +96,6 @@ class KVCache(NamedTuple, Generic[Values]):  # noqa: UP046, as its parameter has
         zeros = lambda: jnp.zeros(shape, dtype)
         values: Any = None if shared else zeros()
         return cls(zeros(), values, jnp.zeros(batch, jnp.int32), starts)
-
-
-# Arrays of so many numbers at most are shown by their values.
-SHOWN = 16
-
-
-def readable(cache: Any) -> str:
-    """Returns a cache as text: arrays by dtype and shape, lengths by their values."""
-    fields = (f"{name}={_shown(x)}" for name, x in zip(cache._fields, cache, strict=True))
-    return f"{type(cache).__name__}({', '.join(fields)})"
-
-
-def _shown(x) -> str:
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        return repr(x)
-    there = isinstance(x, (np.ndarray, jax.Array)) and is_known(x)
-    if there and x.ndim == 1 and x.size <= SHOWN:
-        return str(known(x).tolist())
-    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
 
 
 def append_kv[V: Array | None](

@@ -32,7 +32,7 @@ RANKS = {
     "frontend.dispatch": 5,
     "frontend.explain": 6,
     "frontend.arguments": 4,
-    "frontend.words": 0,
+    "frontend.words": 5,
     "transforms.derivatives": 3,
     "transforms.equations": 4,
     "transforms.any_order": 5,

@@ -1,10 +1,17 @@
-"""Errors in the words of the function that was called, where it computes by another one."""
+"""Texts for the caller: errors with the arguments of the function that was called, and caches."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .arguments import is_known, known
 
 PACKAGE = str(Path(__file__).parent.parent)
 # Names that are words of prose too. They are arguments where this follows.
@@ -46,3 +53,22 @@ def _is_ours(trace) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
+
+
+# Arrays of so many numbers at most are shown by their values.
+SHOWN = 16
+
+
+def readable(cache: Any) -> str:
+    """Returns a cache as text: arrays by dtype and shape, lengths by their values."""
+    fields = (f"{name}={_shown(x)}" for name, x in zip(cache._fields, cache, strict=True))
+    return f"{type(cache).__name__}({', '.join(fields)})"
+
+
+def _shown(x) -> str:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        return repr(x)
+    there = isinstance(x, (np.ndarray, jax.Array)) and is_known(x)
+    if there and x.ndim == 1 and x.size <= SHOWN:
+        return str(known(x).tolist())
+    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from ..api import flash_attention
-from ..cache import KVCache, append_kv, check_fits, gather_pages, positions, readable
+from ..cache import KVCache, append_kv, check_fits, gather_pages, positions
 from ..core import mesh_axes, rope
 from ..core.decode import QUANTISED, STEP_TOKENS
 from ..core.integers import round_up
 from ..decode import flash_decode
 from ..frontend.arguments import as_int32, check_room, is_computed, is_known, known
-from ..frontend.words import Words
+from ..frontend.words import Words, readable
 from ..typing import AnyArray, Array, Float, Int
 from ._options import CallArguments
 
