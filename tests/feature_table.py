@@ -285,10 +285,10 @@ def gpus() -> str:
         told = f"{', '.join(names)} ({', '.join(capabilities)})"
         if ran:
             calls = sum(here[key] for key in here if key[0] in ran and key[2] == backends[0])
-            says = f"yes; on an {' and '.join(ran)}, {calls:,} calls are right"
+            says = f"yes: {calls:,} calls are right on an {' and '.join(ran)}"
         else:
             calls = _with_tiles_of(here, shared)
-            says = f"no; on an H200, {calls:,} calls with its tile sizes are right"
+            says = f"not yet: {calls:,} calls with its tile sizes are right on an H200"
         lines.append(f"| {told} | {RUNS[backends]} | {says} | {', '.join(speeds) or '-'} |")
     lines += [f"| {' | '.join(row)} | - |" for row in ELSEWHERE]
     return "\n".join(lines) + "\n"
