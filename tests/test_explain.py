@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
 from flash_pallas import explain, flash_attention, flash_decode
+from flash_pallas.compat import flash_attn, flex
 from flash_pallas.devices import DEVICES, named
 from flash_pallas.nn import linen as fp_linen
 from flash_pallas.nn import nnx as fp_nnx
@@ -206,10 +208,57 @@ jax.grad(lambda x: flash_pallas.flash_attention(x, x, x, causal=True).sum())(x)
 kernels = "gpu", "hopper", "portable"
 print([name for name in kernels if f"flash_pallas.backends.{name}" in sys.modules])
 print("jax.experimental.pallas.mosaic_gpu" in sys.modules)
+flash_pallas.compat  # one that imported its modules would lock threads that import these
+print([name for name in sys.modules if name.startswith("flash_pallas.compat.")])
 """
 
 
-def test_kernels_are_not_imported_where_no_gpu_is():
+def test_what_nobody_asked_for_is_not_imported():
     command = [sys.executable, "-c", IMPORTED]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.splitlines() == ["[]", "False"]
+    assert found.stdout.splitlines() == ["[]", "False", "[]"]
+
+
+def test_a_wrapped_function_is_another():
+    @functools.wraps(flash_attention)
+    def twice(q, k, v, **options):
+        return flash_attention(flash_attention(q, k, v, **options), k, v)
+
+    assert len(explain(twice, X, X, X, causal=True).calls) == 2
+    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    assert not explain(flex.create_block_mask, causal, None, None, 256, 256).calls
+
+
+def test_methods_change_a_copy():
+    layer = fp_nnx.FlashAttention(
+        4, 256, dropout_rate=0.1, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), deterministic=False
+    )
+    before = jax.tree.map(np.asarray, nnx.state(layer, nnx.RngCount))
+    assert explain(layer.__call__, HIDDEN) == explain(layer, HIDDEN)
+    after = jax.tree.map(np.asarray, nnx.state(layer, nnx.RngCount))
+    assert jax.tree.leaves(before) == jax.tree.leaves(after)
+
+
+def test_caches_are_not_copied(monkeypatch):
+    appended = []
+    monkeypatch.setattr(
+        flash_attn, "append_kv", lambda cache, *new, **_: appended.append(new) or cache
+    )
+    cache, new = jnp.ones((2, 64, 2, 16)), jnp.ones((2, 1, 2, 16))
+    call = functools.partial(
+        explain, flash_attn.flash_attn_with_kvcache, new, cache, cache, new, new
+    )
+    assert call(cache_seqlens=np.array([3, 63])).backend == "xla"
+    assert all(isinstance(x, jax.core.Tracer) for x in appended[0])
+    with pytest.raises(ValueError, match=r"has room for 64 tokens .* would have 65"):
+        call(cache_seqlens=jnp.array([3, 64]))
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_packed_lengths_are_known_as_in_a_call(array):
+    x, pages = jax.ShapeDtypeStruct((8, 2, 16), "float32"), jnp.ones((9, 16, 2, 16))
+    with pytest.raises(ValueError, match=r"cu_seqlens_q is \[0 5 3\]: it must begin with 0, never"):
+        explain(fp.flash_attention_varlen, x, x, x, cu_seqlens_q=array([0, 5, 3]))
+    ends, table = (array([0, 3, 8]), array([0, 20, 50])), array([[0, 1, 2], [3, 4, 5]])
+    found = explain(flash_attn.flash_attn_varlen_func, x, pages, pages, *ends, block_table=table)
+    assert found.problem.kv_len == 50

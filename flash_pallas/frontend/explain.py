@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..backends.base import Backend
@@ -143,8 +146,10 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
     The function is traced with the shapes of its arguments, as by `jax.eval_shape`, and nothing is
     run. All calls of this package that it makes are reported: those inside of layers, of jitted
-    functions, of gradients. Layers of a `scan` are traced, and reported, once; inside vmap and
-    shard_map the shapes are those that the call sees there.
+    functions, of gradients. Layers of a `scan`, and a jitted function that is called again with the
+    same shapes, are traced, and reported, once; inside vmap and shard_map the shapes are those that
+    the call sees there. As under `jax.jit`, an nnx module that changes its state, as its dropout
+    does, has to be an argument or the function itself.
 
     Within a `flash_pallas.target`, the answer is for that GPU.
 
@@ -172,42 +177,39 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         >>> found.backend
         'hopper'
     """
-    if hasattr(function, "makes_one_call"):
-        return Explanation((first_call(function, *args, **kwargs),))
-    listener = _Calls(_platform((args, kwargs)))
-    _trace(function, args, kwargs, listener)
-    return Explanation(tuple(listener.calls))
+    # functools.wraps gives the mark to functions of others too.
+    one = getattr(function, "makes_one_call", None) is function
+    return Explanation(tuple(_calls(function, args, kwargs, one=one)))
 
 
 def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ExplainedCall:
     """Returns what `explain` says of the first call; nothing after it is traced.
 
-    Arrays are given to the function as they are, so that known lengths are checked.
+    Integers are given to the function as they are, so that known lengths are checked.
     """
-    listener = _Calls(_platform((args, kwargs)), one=True)
-    try:
-        _trace(function, args, kwargs, listener, jax.ShapeDtypeStruct)
-    except _Found:
-        return listener.calls[0]
-    raise ValueError(f"{function} made no attention call")
+    calls = _calls(function, args, kwargs, one=True)
+    if not calls:
+        raise ValueError(f"{function} made no attention call")
+    return calls[0]
+
+
+def _calls(function: Callable[..., Any], args, kwargs, *, one: bool) -> list[ExplainedCall]:
+    """Returns what `explain` says of all calls, or of the first."""
+    listener = _Calls(_platform((args, kwargs)), one=one)
+    with contextlib.suppress(_Found):
+        _trace(function, args, kwargs, listener)
+    return listener.calls
 
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
-def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls, abstract=_ARRAYS) -> None:
-    """Traces function(*args, **kwargs) with the listener.
-
-    Args:
-        function: as of `explain`.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        listener: what hears its calls.
-        abstract: types of arguments of which only the shape counts.
-    """
+def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls) -> None:
+    """Traces function(*args, **kwargs) with the listener."""
     _check(function, kwargs)
     leaves, tree = jax.tree.flatten((_callable(function), args, kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, abstract)]
+    is_abstract = _is_only_shape if listener.one else lambda x: isinstance(x, _ARRAYS)
+    places = [i for i, x in enumerate(leaves) if is_abstract(x)]
 
     def traced(arrays):
         whole = list(leaves)
@@ -221,6 +223,20 @@ def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls, abstrac
             jax.eval_shape(traced, [leaves[i] for i in places])
         else:
             traced([])
+
+
+def _is_only_shape(x) -> bool:
+    """Returns whether a function of this package reads nothing but the shape of an argument.
+
+    It reads lengths where they are known, and how arrays are sharded. Queries, keys and caches are
+    traced, or those of several batch dimensions, and caches that are appended to, would be copied.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return True
+    if not isinstance(x, _ARRAYS) or isinstance(x, jax.core.Tracer):
+        return False
+    is_cut = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+    return x.ndim > 2 and jnp.issubdtype(x.dtype, jnp.inexact) and not is_cut
 
 
 def _check(function, kwargs) -> None:
@@ -240,7 +256,12 @@ def _check(function, kwargs) -> None:
 
 
 def _callable(function) -> Any:
-    """Returns what is called: for a linen module, which has no parameters yet, its `init`."""
+    """Returns what is called: for a linen module, which has no parameters yet, its `init`.
+
+    A method comes with its object as an argument, so that what it changes there is a copy.
+    """
+    if inspect.ismethod(function):
+        return jax.tree_util.Partial(function.__func__, function.__self__)
     if hasattr(function, "init_with_output") and getattr(function, "scope", None) is None:
         key = jax.random.key(0)
         keys = {"params": key, "dropout": key}
