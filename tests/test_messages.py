@@ -7,6 +7,7 @@ import logging
 import math
 import traceback
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -423,6 +424,11 @@ def test_words_are_those_of_the_caller_and_errors_of_others_stay():
 
     with pytest.raises(ValueError, match=r"^q is mine\b"):
         flexed(score_mod=mod)
+
+    # The folder of another package, whose name begins like ours.
+    theirs = compile("raise ValueError('q')", f"{Path(fp.__file__).parent}_of/x.py", "exec")
+    with pytest.raises(ValueError, match=r"^q$"), words:
+        exec(theirs)
 
 
 CAUSAL = {"causal": True}

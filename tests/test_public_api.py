@@ -120,9 +120,10 @@ def test_unknown_argument():
 
 
 def test_what_a_package_shows_is_its_names_and_modules():
-    for module in (fp, fp.nn, fp.integrations):
+    for module in (fp, fp.nn, fp.integrations, fp.compat, fp.parallel):
         assert set(module.__all__) <= set(dir(module))
         assert not [name for name in dir(module) if name.startswith("_")]
+    assert dir(fp.parallel) == sorted(fp.parallel.__all__)
     modules = ["compat", "conformance", "integrations", "nn", "parallel", "reference", "typing"]
     assert dir(fp) == sorted([*fp.__all__, *modules])
     assert fp.nn.linen.FlashAttention and fp.integrations.equinox.to_flash

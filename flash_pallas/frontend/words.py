@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
-PACKAGE = str(Path(__file__).parent.parent)
+PACKAGE = str(Path(__file__).parent.parent) + os.sep
 # Names that are words of prose too. They are arguments where this follows.
 PROSE = frozenset({"bias", "causal", "deterministic", "mask", "scale", "window"})
 AN_ARGUMENT = r"(?=[\[=.:,;)]| is\b| has\b| must\b| and\b| contains\b| [({'\d])"
