@@ -142,6 +142,17 @@ def test_calls_inside_of_vmap_and_of_shards():
         ("NVIDIA GeForce RTX 4070", "8.9", "rtx4090"),
         ("8.9", "8.9", "rtx4090"),
         ("A100-PCIE-40GB", "8.0", "a100"),
+        ("NVIDIA A100 80GB PCIe", "8.0", "a100"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "8.0", "a100"),
+        ("NVIDIA RTX A1000 6GB Laptop GPU", "8.6", "a10"),
+        ("3090", "8.6", "a10"),
+        ("RTX 4000 SFF Ada Generation", "8.9", "l40s"),
+        ("NVIDIA RTX 5880 Ada Generation", "8.9", "l40s"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "9.0", "h100"),
+        ("HGX H100", "9.0", "h100"),
+        ("NVIDIA GH200 480GB", "9.0", "h200"),
+        ("NVIDIA GH200 144G HBM3e", "9.0", "h200"),
+        ("NVIDIA RTX PRO 500 Blackwell Generation Laptop GPU", "12.0", "rtx5090"),
         ("A30", "8.0", "a100"),
         ("GH200", "9.0", "h200"),
         ("H100 PCIe", "9.0", "h100"),
@@ -163,7 +174,9 @@ def test_any_gpu_has_one_that_stands_for_it(name, capability, like):
     assert f", on {DEVICES[like].kind}, which stands for {spelled}\n" in repr(found)
 
 
-@pytest.mark.parametrize("name", ["V100", "T4", "RTX 2080 Ti", "7.5", "TPU v5", "A1000000", ""])
+@pytest.mark.parametrize(
+    "name", ["V100", "T4", "RTX 2080 Ti", "RTX 5000", "H1000", "7.5", "TPU v5", "A1000000", ""]
+)
 def test_gpus_that_nothing_stands_for(name):
     with pytest.raises(ValueError, match=f"gpu is '{name}': write the name of an NVIDIA GPU"):
         fp.target(name)
