@@ -124,6 +124,9 @@ def test_calls_inside_of_vmap_and_of_shards():
         x = jax.device_put(jnp.ones((2, 64, 4, 16)), P("data"))
         assert explain(lambda x: x + flash_attention(x, x, x), x).problem.batch == 2
         x = jax.device_put(jnp.ones((2, 64, 4, 16)), P(None, "data"))
+        for cut in (x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)):
+            with pytest.raises(ValueError, match="the sequence axis of q is sharded"):
+                explain(flash_attention, cut, cut, cut)
         ring = lambda x: context_parallel_attention(x, x, x, mesh=mesh, axis="data", causal=True)
         with fp.target("H100"):
             found = explain(ring, x.astype(jnp.bfloat16))

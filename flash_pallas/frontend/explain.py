@@ -178,8 +178,10 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         'hopper'
     """
     # functools.wraps gives the mark to functions of others too.
-    one = getattr(function, "makes_one_call", None) is function
-    return Explanation(tuple(_calls(function, args, kwargs, one=one)))
+    ours = getattr(function, "makes_one_call", None) is function
+    # What follows the plan refuses arrays by how a mesh shards them.
+    one = ours and jax.sharding.get_abstract_mesh().empty
+    return Explanation(tuple(_calls(function, args, kwargs, ours=ours, one=one)))
 
 
 def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ExplainedCall:
@@ -187,28 +189,48 @@ def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Expla
 
     Integers are given to the function as they are, so that known lengths are checked.
     """
-    calls = _calls(function, args, kwargs, one=True)
+    calls = _calls(function, args, kwargs, ours=True, one=True)
     if not calls:
         raise ValueError(f"{function} made no attention call")
     return calls[0]
 
 
-def _calls(function: Callable[..., Any], args, kwargs, *, one: bool) -> list[ExplainedCall]:
-    """Returns what `explain` says of all calls, or of the first."""
+def _calls(
+    function: Callable[..., Any], args, kwargs, *, ours: bool, one: bool
+) -> list[ExplainedCall]:
+    """Returns what `explain` says of the calls of a function.
+
+    Args:
+        function: as of `explain`.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        ours: whether integers are given to it as they are.
+        one: whether the first call is enough.
+    """
     listener = _Calls(_platform((args, kwargs)), one=one)
+    is_abstract = _is_only_shape if ours else lambda x: isinstance(x, _ARRAYS)
     with contextlib.suppress(_Found):
-        _trace(function, args, kwargs, listener)
+        _trace(function, args, kwargs, listener, is_abstract)
     return listener.calls
 
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
-def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls) -> None:
-    """Traces function(*args, **kwargs) with the listener."""
+def _trace(
+    function: Callable[..., Any], args, kwargs, listener: _Calls, is_abstract: Callable[[Any], bool]
+) -> None:
+    """Traces function(*args, **kwargs) with the listener.
+
+    Args:
+        function: as of `explain`.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        listener: what hears its calls.
+        is_abstract: says of an argument whether its shape alone counts.
+    """
     _check(function, kwargs)
     leaves, tree = jax.tree.flatten((_callable(function), args, kwargs))
-    is_abstract = _is_only_shape if listener.one else lambda x: isinstance(x, _ARRAYS)
     places = [i for i, x in enumerate(leaves) if is_abstract(x)]
 
     def traced(arrays):
@@ -228,15 +250,12 @@ def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls) -> None
 def _is_only_shape(x) -> bool:
     """Returns whether a function of this package reads nothing but the shape of an argument.
 
-    It reads lengths where they are known, and how arrays are sharded. Queries, keys and caches are
-    traced, or those of several batch dimensions, and caches that are appended to, would be copied.
+    It reads lengths where they are known. Queries, keys and caches are traced, as some of them
+    would be copied: those of several batch dimensions, and caches that are appended to.
     """
-    if isinstance(x, jax.ShapeDtypeStruct):
+    if isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)):
         return True
-    if not isinstance(x, _ARRAYS) or isinstance(x, jax.core.Tracer):
-        return False
-    is_cut = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-    return x.ndim > 2 and jnp.issubdtype(x.dtype, jnp.inexact) and not is_cut
+    return isinstance(x, _ARRAYS) and x.ndim > 2 and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _check(function, kwargs) -> None:
