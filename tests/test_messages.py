@@ -479,7 +479,7 @@ def test_queries_whose_place_is_said_are_not_warned_of(name, logged):
         lambda: sdpa(FIRST[:, :, :3], is_causal=True),
         lambda: layer(causal=True)(X, Y),
         lambda: layer("linen", causal=True)(X, Y),
-        lambda: fp.explain(Q, KEYS, KEYS, causal=True),
+        lambda: fp.explain(fp.flash_attention, Q, KEYS, KEYS, causal=True),
     ],
     ids=["jax.nn", "flash-attn", "torch", "nnx", "linen", "explain"],
 )
