@@ -80,9 +80,15 @@ class RingCache(NamedTuple):
         in whole pages of 16 to 256 rows, which a step of one token reads in place.
 
         Raises:
-            TypeError: a dtype that no layer computes in; eight bits would need scales.
+            TypeError: a window that is no int, or a dtype that no layer computes in; eight bits
+                would need scales.
             ValueError: a negative number of drafts.
         """
+        if not isinstance(window, (int, np.integer)):
+            raise TypeError(
+                f"window is {window!r}: it must be an int, the number of keys with the query's "
+                "own, which is 8 for a layer with window=(7, 0)"
+            )
         if window < 1:
             raise ValueError(
                 f"window is {window}: it must be at least 1, as it counts the query's own key"
