@@ -70,6 +70,12 @@ def test_functions_that_jax_has_cached(function):
     assert explain(function, x).backend == "xla"
 
 
+def test_a_function_without_arguments_does_not_run():
+    x, results = jnp.ones((2, 64, 4, 16)), []
+    found = explain(lambda: results.append(flash_attention(x, x, x)))
+    assert found.backend == "xla" and isinstance(results[0], jax.core.Tracer)
+
+
 def test_calls_that_are_alike_are_counted():
     def model(x):
         for _ in range(12):

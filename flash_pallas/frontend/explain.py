@@ -241,10 +241,7 @@ def _trace(
         function(*args, **kwargs)
 
     with dispatch.heard_by(listener):
-        if places:
-            jax.eval_shape(traced, [leaves[i] for i in places])
-        else:
-            traced([])
+        jax.eval_shape(traced, [leaves[i] for i in places])
 
 
 def _is_only_shape(x) -> bool:
