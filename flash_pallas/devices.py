@@ -90,17 +90,18 @@ DEVICES = {
 # follows, so that A100 is no A10. Compute capabilities: https://developer.nvidia.com/cuda-gpus
 _LIKE = (
     (r"a100|a800|a30x?", "8.0", "a100"),
-    (r"(rtx)?a(10g?|16|2|40|[2-6]000|5500|4500)|rtx30[5-9]0", "8.6", "a10"),
-    (r"rtx40[5-9]0", "8.9", "rtx4090"),
-    (r"l4|l40s?|l20?|rtx[2-6]\d00ada", "8.9", "l40s"),
+    (r"(rtx)?a(10g?|16|2|40|400|[1-6]000|5500|4500)|(rtx)?30[5-9]0", "8.6", "a10"),
+    (r"(rtx)?40[5-9]0", "8.9", "rtx4090"),
+    (r"l4|l40s?|l20?|rtx(500|[1-6]\d\d0)(sff)?ada", "8.9", "l40s"),
     (r"gh200|h20|h200", "9.0", "h200"),
     (r"h100|h800", "9.0", "h100"),
     (r"g?b200|b100", "10.0", "b200"),
     (r"g?b300", "10.3", "b200"),
-    (r"rtx50[5-9]0|rtxpro[2-6][05]00", "12.0", "rtx5090"),
+    (r"(rtx)?50[5-9]0|rtxpro(500|[1-6][05]00)", "12.0", "rtx5090"),
     (r"gb10|dgxspark", "12.1", "rtx5090"),
 )
-_BRANDS = r"(nvidia|geforce|tesla|quadro)*"
+_BRANDS = r"(nvidia|geforce|tesla|quadro|hgx|dgx)*"
+_MEMORY = r"\b\d+ ?gb?\b"  # as in "NVIDIA A100 80GB PCIe" and "GH200 144G HBM3e"
 
 
 def named(name: str) -> Device:
@@ -118,8 +119,9 @@ def named(name: str) -> Device:
         raise TypeError(f'gpu must be the name of a GPU, as in "H100", got {name!r}')
     if device := known(name):
         return device
+    model = _plain(re.sub(_MEMORY, "", name.lower()))
     for pattern, capability, like in _LIKE:
-        is_it = re.match(rf"{_BRANDS}({pattern})(?!\d)", _plain(name))
+        is_it = re.match(rf"{_BRANDS}({pattern})(?!\d)", model)
         if is_it or name.strip() == capability:
             what = name if is_it else f"compute capability {capability}"
             return dataclasses.replace(

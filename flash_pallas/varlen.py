@@ -343,8 +343,8 @@ def _cu_seqlens(name: str, value, total: int):
             f"{name} has shape {found.shape}: it must be [documents + 1], as in jnp.array([0, 100, "
             "120]) for lengths 100 and 20"
         )
-    if checks.is_known(found):
-        known = checks.known(found)
+    if checks.is_known(value):  # `found` is traced under jit, even where the caller's is known
+        known = checks.known(value)
         if known[0] != 0 or np.any(np.diff(known) < 0) or known[-1] > total:
             raise ValueError(
                 f"{name} is {known}: it must begin with 0, never decrease, and end at most at the "

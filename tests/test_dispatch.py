@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import types
@@ -151,6 +152,7 @@ def test_hopper_comes_first_and_kernels_refuse_a_cpu():
             ):
                 fp.flash_attention(Q, Q, Q, backend=name)
             assert "compute capability" in fp.explain(fp.flash_attention, Q, Q, Q).reasons[name]
+    assert copy.deepcopy(dispatch.BACKENDS) == dispatch.BACKENDS
 
 
 @pytest.mark.parametrize(

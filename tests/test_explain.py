@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
 from flash_pallas import explain, flash_attention, flash_decode
+from flash_pallas.compat import flash_attn, flex
 from flash_pallas.devices import DEVICES, named
 from flash_pallas.nn import linen as fp_linen
 from flash_pallas.nn import nnx as fp_nnx
@@ -66,6 +68,12 @@ def test_functions_that_jax_has_cached(function):
             found = explain(function, x)
         assert [call.backend for call in found.calls] == [backend]
     assert explain(function, x).backend == "xla"
+
+
+def test_a_function_without_arguments_does_not_run():
+    x, results = jnp.ones((2, 64, 4, 16)), []
+    found = explain(lambda: results.append(flash_attention(x, x, x)))
+    assert found.backend == "xla" and isinstance(results[0], jax.core.Tracer)
 
 
 def test_calls_that_are_alike_are_counted():
@@ -122,6 +130,9 @@ def test_calls_inside_of_vmap_and_of_shards():
         x = jax.device_put(jnp.ones((2, 64, 4, 16)), P("data"))
         assert explain(lambda x: x + flash_attention(x, x, x), x).problem.batch == 2
         x = jax.device_put(jnp.ones((2, 64, 4, 16)), P(None, "data"))
+        for cut in (x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)):
+            with pytest.raises(ValueError, match="the sequence axis of q is sharded"):
+                explain(flash_attention, cut, cut, cut)
         ring = lambda x: context_parallel_attention(x, x, x, mesh=mesh, axis="data", causal=True)
         with fp.target("H100"):
             found = explain(ring, x.astype(jnp.bfloat16))
@@ -140,6 +151,17 @@ def test_calls_inside_of_vmap_and_of_shards():
         ("NVIDIA GeForce RTX 4070", "8.9", "rtx4090"),
         ("8.9", "8.9", "rtx4090"),
         ("A100-PCIE-40GB", "8.0", "a100"),
+        ("NVIDIA A100 80GB PCIe", "8.0", "a100"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "8.0", "a100"),
+        ("NVIDIA RTX A1000 6GB Laptop GPU", "8.6", "a10"),
+        ("3090", "8.6", "a10"),
+        ("RTX 4000 SFF Ada Generation", "8.9", "l40s"),
+        ("NVIDIA RTX 5880 Ada Generation", "8.9", "l40s"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "9.0", "h100"),
+        ("HGX H100", "9.0", "h100"),
+        ("NVIDIA GH200 480GB", "9.0", "h200"),
+        ("NVIDIA GH200 144G HBM3e", "9.0", "h200"),
+        ("NVIDIA RTX PRO 500 Blackwell Generation Laptop GPU", "12.0", "rtx5090"),
         ("A30", "8.0", "a100"),
         ("GH200", "9.0", "h200"),
         ("H100 PCIe", "9.0", "h100"),
@@ -161,7 +183,9 @@ def test_any_gpu_has_one_that_stands_for_it(name, capability, like):
     assert f", on {DEVICES[like].kind}, which stands for {spelled}\n" in repr(found)
 
 
-@pytest.mark.parametrize("name", ["V100", "T4", "RTX 2080 Ti", "7.5", "TPU v5", "A1000000", ""])
+@pytest.mark.parametrize(
+    "name", ["V100", "T4", "RTX 2080 Ti", "RTX 5000", "H1000", "7.5", "TPU v5", "A1000000", ""]
+)
 def test_gpus_that_nothing_stands_for(name):
     with pytest.raises(ValueError, match=f"gpu is '{name}': write the name of an NVIDIA GPU"):
         fp.target(name)
@@ -206,10 +230,57 @@ jax.grad(lambda x: flash_pallas.flash_attention(x, x, x, causal=True).sum())(x)
 kernels = "gpu", "hopper", "portable"
 print([name for name in kernels if f"flash_pallas.backends.{name}" in sys.modules])
 print("jax.experimental.pallas.mosaic_gpu" in sys.modules)
+flash_pallas.compat  # one that imported its modules would lock threads that import these
+print([name for name in sys.modules if name.startswith("flash_pallas.compat.")])
 """
 
 
-def test_kernels_are_not_imported_where_no_gpu_is():
+def test_what_nobody_asked_for_is_not_imported():
     command = [sys.executable, "-c", IMPORTED]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert found.stdout.splitlines() == ["[]", "False"]
+    assert found.stdout.splitlines() == ["[]", "False", "[]"]
+
+
+def test_a_wrapped_function_is_another():
+    @functools.wraps(flash_attention)
+    def twice(q, k, v, **options):
+        return flash_attention(flash_attention(q, k, v, **options), k, v)
+
+    assert len(explain(twice, X, X, X, causal=True).calls) == 2
+    causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    assert not explain(flex.create_block_mask, causal, None, None, 256, 256).calls
+
+
+def test_methods_change_a_copy():
+    layer = fp_nnx.FlashAttention(
+        4, 256, dropout_rate=0.1, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), deterministic=False
+    )
+    before = jax.tree.map(np.asarray, nnx.state(layer, nnx.RngCount))
+    assert explain(layer.__call__, HIDDEN) == explain(layer, HIDDEN)
+    after = jax.tree.map(np.asarray, nnx.state(layer, nnx.RngCount))
+    assert jax.tree.leaves(before) == jax.tree.leaves(after)
+
+
+def test_caches_are_not_copied(monkeypatch):
+    appended = []
+    monkeypatch.setattr(
+        flash_attn, "append_kv", lambda cache, *new, **_: appended.append(new) or cache
+    )
+    cache, new = jnp.ones((2, 64, 2, 16)), jnp.ones((2, 1, 2, 16))
+    call = functools.partial(
+        explain, flash_attn.flash_attn_with_kvcache, new, cache, cache, new, new
+    )
+    assert call(cache_seqlens=np.array([3, 63])).backend == "xla"
+    assert all(isinstance(x, jax.core.Tracer) for x in appended[0])
+    with pytest.raises(ValueError, match=r"has room for 64 tokens .* would have 65"):
+        call(cache_seqlens=jnp.array([3, 64]))
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_packed_lengths_are_known_as_in_a_call(array):
+    x, pages = jax.ShapeDtypeStruct((8, 2, 16), "float32"), jnp.ones((9, 16, 2, 16))
+    with pytest.raises(ValueError, match=r"cu_seqlens_q is \[0 5 3\]: it must begin with 0, never"):
+        explain(fp.flash_attention_varlen, x, x, x, cu_seqlens_q=array([0, 5, 3]))
+    ends, table = (array([0, 3, 8]), array([0, 20, 50])), array([[0, 1, 2], [3, 4, 5]])
+    found = explain(flash_attn.flash_attn_varlen_func, x, pages, pages, *ends, block_table=table)
+    assert found.problem.kv_len == 50

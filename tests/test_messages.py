@@ -7,6 +7,7 @@ import logging
 import math
 import traceback
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -367,6 +368,10 @@ FLAX = {
         lambda: layer()(X, Y[..., :3]),
         "inputs_kv has shape (2, 9, 3)|16 features",
     ),
+    "a ring": (
+        lambda: fp.nn.RingCache.empty(B, (7, 0), N, 8, jnp.float32),
+        "window is (7, 0)|int|8 for a layer",
+    ),
     "a function's list": (lambda: flax_function([1.0], Q, Q), "query must be an array|jnp.array("),
     "a function's heads": (lambda: flax_function(Q[:, :, :3], KEYS, KEYS), "query has 3|key 2"),
     "a function's mask": (
@@ -424,6 +429,18 @@ def test_words_are_those_of_the_caller_and_errors_of_others_stay():
     with pytest.raises(ValueError, match=r"^q is mine\b"):
         flexed(score_mod=mod)
 
+    # Those of what the user's function calls have the names of that.
+    def attention(q, k, v, **options):
+        return fp.flash_attention(q, k, v, q_lengths=jnp.ones(3))
+
+    with pytest.raises(TypeError, match=r"^q_lengths has dtype"):
+        layer(attention=attention)(jnp.ones((1, 4, 16)))
+
+    # The folder of another package, whose name begins like ours.
+    theirs = compile("raise ValueError('q')", f"{Path(fp.__file__).parent}_of/x.py", "exec")
+    with pytest.raises(ValueError, match=r"^q$"), words:
+        exec(theirs)
+
 
 CAUSAL = {"causal": True}
 PLACED = {
@@ -473,7 +490,7 @@ def test_queries_whose_place_is_said_are_not_warned_of(name, logged):
         lambda: sdpa(FIRST[:, :, :3], is_causal=True),
         lambda: layer(causal=True)(X, Y),
         lambda: layer("linen", causal=True)(X, Y),
-        lambda: fp.explain(Q, KEYS, KEYS, causal=True),
+        lambda: fp.explain(fp.flash_attention, Q, KEYS, KEYS, causal=True),
     ],
     ids=["jax.nn", "flash-attn", "torch", "nnx", "linen", "explain"],
 )

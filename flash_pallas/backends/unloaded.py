@@ -34,6 +34,8 @@ class UnloadedBackend:
         return _load(self.name, self.kind)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copies ask for these before there are fields
+            raise AttributeError(name)
         return getattr(_load(self.name, self.kind), name)
 
     def unsupported(self, problem) -> str | None:

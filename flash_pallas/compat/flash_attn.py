@@ -698,9 +698,9 @@ def _packed(pages, block_table, cu_seqlens_k):
         )
     size = jnp.shape(pages[0])[1]
     room = table.shape[1] * size
-    if is_known(ends):
-        rows = int(known(ends)[-1])
-        if (longest := np.diff(known(ends)).max()) > room:
+    if is_known(cu_seqlens_k):
+        rows = int(known(cu_seqlens_k)[-1])
+        if (longest := np.diff(known(cu_seqlens_k)).max()) > room:
             raise ValueError(
                 f"cu_seqlens_k has a sequence of {longest} keys: block_table has room for {room} "
                 f"in pages of {size}; give it more columns"

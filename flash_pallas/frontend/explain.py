@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..backends.base import Backend
@@ -143,8 +146,10 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
     The function is traced with the shapes of its arguments, as by `jax.eval_shape`, and nothing is
     run. The result covers all calls of this package in it, including those inside layers, jitted
-    functions and gradients. The layers of a `scan` are traced and reported once. Inside vmap and
-    shard_map, the shapes are those that the call sees there.
+    functions and gradients. The layers of a `scan` are traced and reported once, and so is a jitted
+    function that is called again with the same shapes. Inside vmap and shard_map, the shapes are
+    those that the call sees there. As under `jax.jit`, an nnx module that changes its state, as its
+    dropout does, must be an argument or the function itself.
 
     Within a `flash_pallas.target`, the result is for that GPU.
 
@@ -174,30 +179,49 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         >>> found.backend
         'hopper'
     """
-    if hasattr(function, "makes_one_call"):
-        return Explanation((first_call(function, *args, **kwargs),))
-    listener = _Calls(_platform((args, kwargs)))
-    _trace(function, args, kwargs, listener)
-    return Explanation(tuple(listener.calls))
+    # functools.wraps gives the mark to functions of others too.
+    ours = getattr(function, "makes_one_call", None) is function
+    # What follows the plan refuses arrays by how a mesh shards them.
+    one = ours and jax.sharding.get_abstract_mesh().empty
+    return Explanation(tuple(_calls(function, args, kwargs, ours=ours, one=one)))
 
 
 def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ExplainedCall:
     """Returns what `explain` says about the first call. Nothing after that call is traced.
 
-    Arrays are passed to the function as they are, so that known lengths are checked.
+    Integers are passed to the function as they are, so that known lengths are checked.
     """
-    listener = _Calls(_platform((args, kwargs)), one=True)
-    try:
-        _trace(function, args, kwargs, listener, jax.ShapeDtypeStruct)
-    except _Found:
-        return listener.calls[0]
-    raise ValueError(f"{function} made no attention call")
+    calls = _calls(function, args, kwargs, ours=True, one=True)
+    if not calls:
+        raise ValueError(f"{function} made no attention call")
+    return calls[0]
+
+
+def _calls(
+    function: Callable[..., Any], args, kwargs, *, ours: bool, one: bool
+) -> list[ExplainedCall]:
+    """Returns what `explain` says of the calls of a function.
+
+    Args:
+        function: as of `explain`.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        ours: whether integers are given to it as they are.
+        one: whether the first call is enough.
+    """
+    listener = _Calls(_platform((args, kwargs)), one=one)
+    is_abstract = _is_only_shape if ours else lambda x: isinstance(x, _ARRAYS)
+    with contextlib.suppress(_Found):
+        _trace(function, args, kwargs, listener, is_abstract)
+    return listener.calls
 
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
-def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls, abstract=_ARRAYS) -> None:
+def _trace(
+    function: Callable[..., Any], args, kwargs, listener: _Calls, is_abstract: Callable[[Any], bool]
+) -> None:
     """Traces function(*args, **kwargs) with the listener.
 
     Args:
@@ -205,11 +229,11 @@ def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls, abstrac
         args: its arguments.
         kwargs: its keyword arguments.
         listener: the object that is told about the calls.
-        abstract: types of arguments for which only the shape matters.
+        is_abstract: returns whether only the shape of an argument matters.
     """
     _check(function, kwargs)
     leaves, tree = jax.tree.flatten((_callable(function), args, kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, abstract)]
+    places = [i for i, x in enumerate(leaves) if is_abstract(x)]
 
     def traced(arrays):
         whole = list(leaves)
@@ -219,10 +243,18 @@ def _trace(function: Callable[..., Any], args, kwargs, listener: _Calls, abstrac
         function(*args, **kwargs)
 
     with dispatch.heard_by(listener):
-        if places:
-            jax.eval_shape(traced, [leaves[i] for i in places])
-        else:
-            traced([])
+        jax.eval_shape(traced, [leaves[i] for i in places])
+
+
+def _is_only_shape(x) -> bool:
+    """Returns whether a function of this package reads nothing but the shape of an argument.
+
+    It reads lengths where they are known. Queries, keys and caches are traced, as some of them
+    would be copied: those of several batch dimensions, and caches that are appended to.
+    """
+    if isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+        return True
+    return isinstance(x, _ARRAYS) and x.ndim > 2 and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _check(function, kwargs) -> None:
@@ -242,7 +274,12 @@ def _check(function, kwargs) -> None:
 
 
 def _callable(function) -> Any:
-    """Returns what is called: for a linen module, which has no parameters yet, its `init`."""
+    """Returns what is called: for a linen module, which has no parameters yet, its `init`.
+
+    A method comes with its object as an argument, so that what it changes there is a copy.
+    """
+    if inspect.ismethod(function):
+        return jax.tree_util.Partial(function.__func__, function.__self__)
     if hasattr(function, "init_with_output") and getattr(function, "scope", None) is None:
         key = jax.random.key(0)
         keys = {"params": key, "dropout": key}

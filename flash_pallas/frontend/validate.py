@@ -575,7 +575,7 @@ def suggested[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(unexpected(function.__name__, kwargs.keys() - names, names))
         return function(*args, **kwargs)
 
-    checked.makes_one_call = True  # pyright: ignore
+    checked.makes_one_call = checked  # pyright: ignore
     return checked
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import numpy as np
 
 from .arguments import is_known, known
 
-PACKAGE = str(Path(__file__).parent.parent)
+PACKAGE = str(Path(__file__).parent.parent) + os.sep
+# What calls on behalf of this package: JAX, which traces, and decorators.
+CARRIERS = (str(Path(jax.__file__).parent) + os.sep, contextlib.__file__)
 # Names that are words of prose too. They are arguments where this follows.
 PROSE = frozenset({"bias", "causal", "deterministic", "mask", "scale", "window"})
 AN_ARGUMENT = r"(?=[\[=.:,;)]| is\b| has\b| must\b| and\b| contains\b| [({'\d])"
@@ -49,10 +53,12 @@ class Words(contextlib.ContextDecorator):
 
 
 def _is_ours(trace) -> bool:
-    """Returns True for an error that a file of this package raised."""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
+    """Returns True for an error that this package raised, not called by functions of the user.
+
+    A layer's own attention, or a mod, that calls a public function knows that one's arguments.
+    """
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    return files[-1].startswith(PACKAGE) and all(x.startswith((PACKAGE, *CARRIERS)) for x in files)
 
 
 # Arrays of so many numbers at most are shown by their values.

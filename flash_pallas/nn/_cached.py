@@ -81,9 +81,15 @@ class RingCache(NamedTuple):
         as well, in whole pages of 16 to 256 rows, which a step of one token reads in place.
 
         Raises:
-            TypeError: no layer computes in this dtype; 8-bit dtypes would need scales.
+            TypeError: window is no int, or no layer computes in this dtype; 8-bit dtypes would need
+                scales.
             ValueError: drafts is negative.
         """
+        if not isinstance(window, (int, np.integer)):
+            raise TypeError(
+                f"window is {window!r}: it must be an int, the number of keys with the query's "
+                "own, which is 8 for a layer with window=(7, 0)"
+            )
         if window < 1:
             raise ValueError(
                 f"window is {window}: it must be at least 1, as it counts the query's own key"

@@ -15,3 +15,7 @@ __all__ = [
     "to_zigzag",
     "zigzag_positions",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
