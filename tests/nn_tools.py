@@ -55,9 +55,8 @@ def assert_no_worse(ours, plain, params, x):
     dense = value_and_grads(plain)
     run, run_plain = jax.jit(value_and_grads(ours)), jax.jit(dense)
     draws = []
-    for near in _all_but_equal(x):
-        exact = in_float64(dense, params, near)
-        draws.append((exact, run(params, near), run_plain(params, near)))
+    for near in _all_but_equal((params, x)):
+        draws.append((in_float64(dense, *near), run(*near), run_plain(*near)))
     exact, found, baseline = (jax.tree.map(_stacked, *same) for same in zip(*draws, strict=True))
     for part, factor in ((0, OUTPUT_FACTOR), (1, GRADIENT_FACTOR)):
         leaves = jax.tree.leaves_with_path(exact[part])
@@ -67,13 +66,12 @@ def assert_no_worse(ours, plain, params, x):
 
 
 def _all_but_equal(x):
-    """Yields x and DRAWS - 1 arrays within about 2^-12 of it, with which all rounds differently."""
+    """Yields x and DRAWS - 1 trees within about 2^-12 of it, with which all rounds differently."""
     yield x
     rng = np.random.default_rng(0)
+    near = lambda a: a * (1 + 2.0**-12 * rng.normal(size=a.shape)).astype(a.dtype)
     for _ in range(DRAWS - 1):
-        yield jax.tree.map(
-            lambda a: a * (1 + 2.0**-12 * rng.normal(size=a.shape)).astype(a.dtype), x
-        )
+        yield jax.tree.map(near, x)
 
 
 def _stacked(*draws):

@@ -249,6 +249,10 @@ class Tile:
         """Computes tanh of each element."""
         return jnp.tanh(x)
 
+    def with_infinite(self, x, capped):
+        """Returns capped logits of x, but x where it is infinite: a bias of -inf hides its key."""
+        return lax.select(lax.is_finite(x) | (x != x), capped, x)
+
     def distance(self, dtype):
         """Computes |query position - key position| of each element in this dtype."""
         return lax.convert_element_type(lax.abs(self.q_pos - self.kv_pos), dtype)

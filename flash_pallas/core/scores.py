@@ -105,7 +105,13 @@ class Logits(NamedTuple):
 
 
 def logits(
-    spec: AttentionSpec, tile: Tile, qk, inputs: TileInputs, *, hides: bool = True
+    spec: AttentionSpec,
+    tile: Tile,
+    qk,
+    inputs: TileInputs,
+    *,
+    hides: bool = True,
+    relative: bool = False,
 ) -> Logits:
     """Computes the logits of a tile of products, before anything but a bias of -inf hides keys.
 
@@ -116,27 +122,33 @@ def logits(
         tile: place of the tile.
         qk: q @ k^T.
         inputs: inputs of score modifiers.
-        hides: False if the caller hides keys with a bias of -inf.
+        hides: False if the caller hides keys with a bias of -inf behind a score_mod.
+        relative: a bias is divided by the softcap before it is added, which costs nothing per
+            element where rows or columns share it. Not below 1, relative to which the lowest
+            float32 is infinite.
     """
     tile = placed(tile, inputs)
-    x, scale, hide = qk, spec.scale, lambda x: x
+    x, scale, uncapped = qk, spec.scale, None
     added = any(x is not None for x in (inputs.bias, inputs.slope, inputs.falls))
+    relative = relative and inputs.bias is not None and (spec.softcap or 0.0) >= 1.0
+    of_cap = lambda x: x * (1.0 / spec.softcap) if relative else x
     if added:
-        x, scale = x * scale, 1.0
+        x, scale = x * of_cap(scale), 1.0
     if inputs.bias is not None:
-        x = x + inputs.bias
+        x = x + of_cap(inputs.bias)
     if inputs.falls is not None:
-        x = x + inputs.falls
+        x = x + of_cap(inputs.falls)
     if inputs.slope is not None:
-        x = x + tile.distance(x.dtype) * _spread(tile, -inputs.slope)
+        x = x + tile.distance(x.dtype) * _spread(tile, of_cap(-inputs.slope))
     if inputs.bias is not None and spec.score_modifiers and hides:
-        hide = _hidden_where(x == -math.inf)  # softcap and score_mod would make a number of it
+        uncapped = x  # softcap and score_mod would make a number of -inf
     pull = lambda d: (d, ())
     if spec.softcap is not None:
-        x = tile.tanh(x * (scale / spec.softcap))
+        x = tile.tanh(x if relative else x * (scale / spec.softcap))
         scale, pull = spec.softcap, _through_tanh(x)
     if not spec.score_modifiers - {"softcap"}:
-        return Logits(hide(x), spec.unit(added) * LOG2E, pull)
+        x = x if uncapped is None else tile.with_infinite(uncapped, x)
+        return Logits(x, spec.unit(added) * LOG2E, pull)
     params = tuple(_spread(tile, p) for p in inputs.score_params)
     x = x if scale == 1.0 else x * scale
     score_mod = spec.score_mod
@@ -144,11 +156,10 @@ def logits(
         return Logits(x, LOG2E, pull)
     mod = lambda x, params: score_mod(tile, params, x)
     pull = _through_mod(functools.partial(_mod_pull, tile, mod, x, params), pull)
-    return Logits(hide(tile.call(mod, x, params)), LOG2E, pull)
-
-
-def _hidden_where(hidden):
-    return lambda x: lax.select(hidden, lax.full_like(x, -math.inf), x)
+    found = tile.call(mod, x, params)
+    if uncapped is not None:
+        found = lax.select(uncapped == -math.inf, uncapped, found)
+    return Logits(found, LOG2E, pull)
 
 
 def _through_tanh(tanh):

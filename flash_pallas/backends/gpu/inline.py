@@ -134,7 +134,6 @@ def hide_outside(tile, low, high, interpret: bool, hidden: float = -math.inf):
 
 
 _ONES = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
-_INFINITY = {"bf16": 0x7F80, "f16": 0x7C00}
 
 
 def _times(word, factor: int, plus, half: str):
@@ -167,24 +166,48 @@ def _replaced(tile, registers: dict):
     return fragmented(found, tile.layout)
 
 
-def _marked_body(half, _, tile):
-    words = {x: _times(word, 0, word, half) for x, word in _words(tile).items()}
-    if half == "bf16":
-        return _replaced(tile, {x: _wide_pair(word) for x, word in words.items()})
-    back = {x: llvm.bitcast(x.type, word) for x, word in words.items()}
-    return _replaced(tile, back).astype(ir.F32Type.get())
+def _with_marked_body(scale, _, tile, bias):
+    """Writes tile * scale + bias, of a bias in 16 or 32 bits."""
+    i32, f32, one = ir.IntegerType.get_signless(32), ir.F32Type.get(), i32_constant(1)
+    float_of = lambda word: llvm.bitcast(f32, word)
+    if isinstance(bias.mlir_dtype, ir.BF16Type):
+        low = lambda w: assembly(i32, "prmt.b32 $0, $1, $2, 0x1054;", w, one)
+        upper = i32_constant(signed_constant(0xFFFF0000))
+        high = lambda w: arith.ori(arith.andi(w, upper), one)
+        wide = {x: (float_of(low(w)), float_of(high(w))) for x, w in _words(bias).items()}
+    else:
+        bias = bias.astype(f32)
+        nan = lambda x: mlir_math.fma(x, f32_constant(0.0), x)
+        registers = dict.fromkeys(bias.registers.flat)
+        wide = {x: tuple(nan(at(x, e)) for e in (0, 1)) for x in registers}
+    registers, code = tile.registers.copy(), "fma.rn.ftz.f32 $0, $1, $2, $3;"
+    for index in np.ndindex(*registers.shape):
+        added = wide[bias.registers[index]]
+        terms = ((at(registers[index], e), f32_constant(scale), added[e]) for e in (0, 1))
+        registers[index] = pair(*(assembly(f32, code, *each) for each in terms))
+    return fragmented(registers, tile.layout)
 
 
-def marked(tile, interpret: bool):
-    """Converts a bias to float32, with NaN in place of an infinity.
+def with_marked(tile, scale: float, bias, interpret: bool):
+    """Computes tile * scale + bias, but NaN where the bias is infinite.
 
-    An infinity times 0 is NaN. In 16 bits that takes one multiply-add for two elements, and in
-    bfloat16 together as many instructions as the conversion of Mosaic GPU alone.
+    With its lowest bit set an infinity is a NaN: the conversion from bfloat16 needs no further
+    instruction for that, and 0 + 0 remains 0, as such small numbers are flushed. In other dtypes
+    0 times an infinity is added.
+
+    Args:
+        tile: f32 in the WGMMA layout.
+        scale: a Python float.
+        bias: tile of the same shape, in the dtype of its array.
+        interpret: run by the interpreter.
     """
-    if interpret or tile.dtype == jnp.float32:
-        tile = tile.astype(jnp.float32)
-        return tile + tile * 0.0
-    return _of_bias(tile, plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA), _marked_body)
+    if interpret:
+        bias = bias.astype(jnp.float32)
+        return tile * scale + (bias + bias * 0.0)
+    run = plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, WGMMA)
+    )(functools.partial(_with_marked_body, scale))
+    return run(tile, bias)
 
 
 def _of_bias(tile, result, body):
@@ -212,11 +235,10 @@ def _looked_at_body(half, _, tile):
     for i, word in enumerate(words.values()):
         sums[i % _CHAINS] = _times(word, 0, sums[i % _CHAINS], half)
     total = functools.reduce(lambda a, b: _times(a, _ONES[half], b, half), sums)
-    nan = []
-    for part in (total, arith.shrui(total, i32_constant(16))):
-        bits = arith.andi(part, i32_constant(0x7FFF))
-        nan.append(arith.cmpi(arith.CmpIPredicate.ugt, bits, i32_constant(_INFINITY[half])))
-    some = mgpu.FragmentedArray.splat(of_some_lane(arith.ori(*nan)), (), is_signed=True)
+    # Each half is a zero or NaN.
+    nan = arith.andi(total, i32_constant(0x7FFF7FFF))
+    nan = arith.cmpi(arith.CmpIPredicate.ne, nan, i32_constant(0))
+    some = mgpu.FragmentedArray.splat(of_some_lane(nan), (), is_signed=True)
     if half == "bf16":
         return _replaced(tile, {x: _wide_pair(word) for x, word in words.items()}), some
     return tile.astype(ir.F32Type.get()), some
@@ -283,6 +305,10 @@ def some_infinite(ref, interpret: bool):
 
 
 def _numbers_body(_, tile):
+    if isinstance(tile.mlir_dtype, ir.F32Type):
+        larger = lambda x: assembly(x.type, "max.f32 $0, $1, $2;", x, f32_constant(0.0))
+        found = dict.fromkeys(tile.registers.flat)
+        return _replaced(tile, {x: pair(*(larger(at(x, e)) for e in (0, 1))) for x in found})
     half = "bf16" if isinstance(tile.mlir_dtype, ir.BF16Type) else "f16"
     larger = lambda x: assembly(x.type, f"max.{half}x2 $0, $1, $2;", x, i32_constant(0))
     words = _words(tile)
@@ -290,7 +316,7 @@ def _numbers_body(_, tile):
 
 
 def numbers(tile, interpret: bool):
-    """Returns weights in 16 bits, with 0 in place of NaN: one instruction for two."""
+    """Returns what is not negative with 0 in place of NaN: in 16 bits one instruction for two."""
     if interpret:
         return jnp.where(tile > 0.0, tile, jnp.zeros_like(tile))
     run = plgpu.inline_mgpu(

@@ -19,6 +19,9 @@ from . import inline, modifiers, online_softmax, stand_ins
 from .auxiliary_arrays import AuxiliaryGmem
 from .online_softmax import far_of
 
+# Even the lowest float32 times this changes no logit relative to a cap; an infinity remains one.
+_SMALLEST = 2.0**-149
+
 # --- Tiles of scores whose positions cost one register, not one per element -----------------------
 
 
@@ -47,6 +50,12 @@ class RegisterTile(Tile):
         if not self.precise:
             return jnp.tanh(x)
         return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * LOG2E)))
+
+    def with_infinite(self, x, capped):
+        """Adds what is 0 but for an infinite x: one multiply-add, and no predicate over the cap."""
+        if self.interpret:  # CPUs may flush _SMALLEST to 0
+            return super().with_infinite(x, capped)
+        return capped + x * _SMALLEST
 
     def distance(self, dtype):
         """Computes |query position - key position| of each element, exact below 2**24."""
@@ -89,14 +98,11 @@ def logits(
     limits: Limits,
     hidden: float = -math.inf,
     *,
-    hides: bool = True,
+    relative: bool = False,
 ) -> Logits:
-    """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels.
-
-    Without `hides` the caller hides keys with a bias of -inf.
-    """
+    """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels."""
     inputs, some, again = look(tile, inputs)
-    found = scores.logits(spec, tile, s, inputs, hides=hides and some is None)
+    found = scores.logits(spec, tile, s, inputs, hides=some is None, relative=relative)
     x = found.x
     if some is not None:
         hide = lambda: jnp.where(again() == -math.inf, hidden, x)
@@ -119,16 +125,12 @@ def look(tile: RegisterTile, inputs: TileInputs) -> tuple[TileInputs, Any, Any]:
         (inputs with the bias in f32; i32, uniform over a warp: not 0 if some may be -inf; function
         that reads the bias again). The last two are None without such a bias.
     """
-    if inputs.bias_look is None:
-        return inputs, None, None
-    bias, some, again = inputs.bias_look(tile.interpret)
-    return of_bias(inputs, bias), some, again
-
-
-def of_bias(inputs: TileInputs, bias=None) -> TileInputs:
-    """Returns the inputs with a bias in f32 that is not looked through; None: their own bias."""
-    bias = inputs.bias.astype(jnp.float32) if bias is None else bias
-    return inputs._replace(bias=bias, bias_look=None)
+    bias, some, again = inputs.bias, None, None
+    if inputs.bias_look is not None:
+        bias, some, again = inputs.bias_look(tile.interpret)
+    elif bias is not None:
+        bias = inline.widened(bias, tile.interpret)
+    return inputs._replace(bias=bias, bias_look=None), some, again
 
 
 def with_bias(problem: Problem, inputs: TileInputs, bias, again: Callable, some=None) -> TileInputs:
@@ -141,9 +143,10 @@ def with_bias(problem: Problem, inputs: TileInputs, bias, again: Callable, some=
         again: function that reads it again.
         some: function of `interpret` that returns `look`'s i32; None: the tile is looked through.
     """
-    one_for_all = problem.bias_shape[2:] == (1, 1)
-    if one_for_all or not problem.spec.score_modifiers:
+    if not problem.spec.score_modifiers:
         return inputs._replace(bias=bias.astype(jnp.float32))
+    if problem.bias_shape[2:] == (1, 1) or problem.spec.score_mod is None:
+        return inputs._replace(bias=bias)
 
     def found(interpret: bool):
         if some is None:
@@ -209,6 +212,7 @@ class Weights(NamedTuple):
     pull: Any  # see core.scores.Logits
     marked: bool = False  # p is NaN for keys with a bias of -inf
     interpret: bool = False
+    capped: Any = None  # pull of a softcap alone next to a bias, which may make NaN of padding
 
 
 def marks_hidden(problem: Problem) -> bool:
@@ -223,8 +227,11 @@ def marks_hidden(problem: Problem) -> bool:
     because delta is NaN then.
     """
     spec = problem.spec
-    biased = problem.bias_shape is not None and spec.score_modifiers
-    return bool(biased) and (spec.score_mod is None or spec.score_mod.keeps_nan)
+    return bool(
+        problem.bias_shape is not None
+        and spec.score_modifiers
+        and (spec.score_mod is None or spec.score_mod.keeps_nan)
+    )
 
 
 def weights(
@@ -250,11 +257,14 @@ def weights(
         polynomials: share of the exponentials that the multiply-add units compute.
         marks: the caller can do with `marked` weights.
     """
-    spec, marked = problem.spec, False
-    if inputs.bias_look is not None:
+    spec, marked, capped = problem.spec, False, None
+    if problem.bias_shape is not None:
         marked = marks and marks_hidden(problem)
-        inputs = of_bias(inputs, inline.marked(inputs.bias, tile.interpret) if marked else None)
-    x, log2_scale, pull = logits(spec, tile, s, inputs, limits, hides=not marked)
+        inputs = inputs._replace(bias_look=None)
+    if marked:
+        s = inline.with_marked(s, spec.scale, inputs.bias, tile.interpret)
+        spec, inputs = dataclasses.replace(spec, scale=1.0), inputs._replace(bias=None)
+    x, log2_scale, pull = logits(spec, tile, s, inputs, limits)
     x = x if inputs.shift is None else inputs.shift(tile, x)
     rows = tile.per_q(lse)
     p = _powers(tile, x, log2_scale, rows, polynomials)
@@ -265,9 +275,10 @@ def weights(
         if "q_lengths" in problem.features or problem.q_len % tile.shape[tile.q_axis]:
             p = jnp.where(rows < EMPTY_ROW / 2, p, 0.0)
         if spec.score_modifiers:
+            capped = pull if spec.score_mod is None else None
             pull = _zero_where_hidden(p, pull, marked)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
-    return Weights(p, kept, pull, marked, tile.interpret)
+    return Weights(p, kept, pull, marked, tile.interpret, capped)
 
 
 def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float):
@@ -392,7 +403,10 @@ def _zero_where_hidden(p, pull, marked: bool = False):
 
 def pulled(w: Weights):
     """Returns pull(P), f32."""
-    return w.pull(w.p)[0]
+    if w.capped is None:
+        return w.pull(w.p)[0]
+    # Never negative: a maximum clears what takes a comparison and a selection elsewhere.
+    return inline.numbers(w.capped(w.p)[0], w.interpret)
 
 
 def operand(problem: Problem, w: Weights):

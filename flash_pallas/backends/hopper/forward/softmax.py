@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ def first_softmax(cta: ForwardCta, tile: QTile, s, use, exists=None) -> ForwardR
     `exists` is False where there is no such tile and K's slot is not to be released.
     """
     plan = cta.plan
-    z = logits(cta, tile, s, jnp.int32(0), "last", use, exists, first=True)
+    z = logits(cta, tile, s, jnp.int32(0), "last", use, exists)
     m = maxima = None
     if not is_bounded(plan):
         given = z.x, z.log2_scale, plan.far, None, plan.interpret, cta.running_shift
@@ -156,24 +155,16 @@ class Logits(NamedTuple):
     """A tile of logits, and what was needed to compute them."""
 
     x: Any  # f32[64, block_kv], -inf where hidden; not capped yet where `cap` says so
-    log2_scale: Any  # a Python float; x * log2_scale are in base 2
+    log2_scale: float  # x * log2_scale are in base 2
     inputs: TileInputs
     kv_block: Any
     edges: str  # as for ForwardCta.limits
-    # In place of x: function that calls a function of Logits on either side of a branch.
-    either: Callable | None = None
 
 
-def logits(
-    cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None, first: bool = False
-) -> Logits:
+def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> Logits:
     """Returns the logits of the j-th KV block, given its S, and releases K's slot.
 
     The slot is released once its auxiliary inputs have been read, which travel with K.
-
-    A bias of -inf hides keys behind a branch. It costs nothing before a row maximum. Where none is
-    taken it costs 10 % (H200, head dim 64), as exponentials do not overlap with the cap: there, but
-    in a tile's first block, the logits are left to the branches; see Logits.either.
 
     Args:
         cta: the CTA.
@@ -183,7 +174,6 @@ def logits(
         edges: what may hide keys, as for ForwardCta.limits; segment ids only if it is not "none".
         use: ring position of the block.
         exists: whether the slot is to be released; None: it is.
-        first: the block is the tile's first.
     """
     plan = cta.plan
     release = functools.partial(cta.k.release, use)
@@ -205,22 +195,10 @@ def logits(
         spec, inputs = plan.problem.of_whole_tiles.spec, inputs._replace(mask=None)
     if cap(plan, edges) is not None:
         spec = dataclasses.replace(spec, softcap=None)
-    release = release if plan.aux.copies else lambda: None
-    if is_bounded(plan) and not first and inputs.bias_look is not None:
-        _, some, again = score_tile.look(place, inputs)
-
-        def made(hides: bool) -> Logits:
-            bias = inline.widened(again(), plan.interpret)
-            release()
-            given = score_tile.of_bias(inputs, bias), limits
-            x, log2_scale, _ = score_tile.logits(spec, place, s, *given, hides=False)
-            x = jnp.where(bias == -math.inf, -math.inf, x) if hides else x
-            return Logits(x, log2_scale, inputs, kv_block, edges)
-
-        either = lambda of: lax.cond(some > 0, lambda: of(made(True)), lambda: of(made(False)))
-        return Logits(None, None, inputs, kv_block, edges, either)
-    x, log2_scale, _ = score_tile.logits(spec, place, s, inputs, limits)
-    release()
+    shares = 1 in (plan.problem.bias_shape or ())[2:]
+    x, log2_scale, _ = score_tile.logits(spec, place, s, inputs, limits, relative=shares)
+    if plan.aux.copies:
+        release()
     return Logits(x, log2_scale, inputs, kv_block, edges)
 
 
@@ -293,8 +271,6 @@ def exponentials(plan: ForwardPlan, z: Logits, m):
 
 def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
     """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
-    if z.either is not None:
-        return z.either(lambda z: weights(cta, tile, z, m, dtype))
     plan, found = cta.plan, cap(cta.plan, z.edges)
     whole = z.edges == "none" and not may_be_empty(plan)
     polynomials, bounded = plan.blocks.polynomials, m is None and whole

@@ -215,10 +215,8 @@ def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
     blocks = _for_lengths(_for_head_dims(native, tuned), native, num_sms)
     asked = modifiers(native)
     if "softcap" in asked and native.dtype != np.float32:
-        # A bias takes time of the multiply-add units: with a tile of it and 0.5 the forward takes
-        # 1.04 at head dim 64.
-        shape = native.bias_shape
-        share = 0.5 if shape is None else 0.4375 if 1 in shape[2:] else 0.375
+        # A bias takes time of the multiply-add units: with 0.5 the forward takes 1.05.
+        share = 0.5 if native.bias_shape is None else 0.3125
         blocks = dataclasses.replace(blocks, polynomials=share)
     # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.
     # With dropout, as it speculates, 280; two are 1.12 times as fast.

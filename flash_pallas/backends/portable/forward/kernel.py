@@ -245,9 +245,7 @@ class ForwardKernel(Kernel):
         limits = Limits()
         if masked:
             limits = kv_limits(self.problem, tile, cta.gmem.aux.kv_lengths, cta.kv_length)
-        if inputs.bias_look is not None and spec.score_mod is None:
-            inputs = score_tile.of_bias(inputs)  # H200, head dim 64: 1.04 of no -inf, not 1.10
-        x, log2_scale, _ = score_tile.logits(spec, tile, s, inputs, limits)
+        x, log2_scale, _ = score_tile.logits(spec, tile, s, inputs, limits, relative=True)
 
         def narrowed(p):
             if spec.dropout_rate:
