@@ -134,6 +134,7 @@ def hide_outside(tile, low, high, interpret: bool, hidden: float = -math.inf):
 
 
 _ONES = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
+_INFINITY = {"bf16": 0x7F80, "f16": 0x7C00}
 
 
 def _times(word, factor: int, plus, half: str):
@@ -167,19 +168,12 @@ def _replaced(tile, registers: dict):
 
 
 def _with_marked_body(scale, _, tile, bias):
-    """Writes tile * scale + bias, of a bias in 16 or 32 bits."""
     i32, f32, one = ir.IntegerType.get_signless(32), ir.F32Type.get(), i32_constant(1)
-    float_of = lambda word: llvm.bitcast(f32, word)
-    if isinstance(bias.mlir_dtype, ir.BF16Type):
-        low = lambda w: assembly(i32, "prmt.b32 $0, $1, $2, 0x1054;", w, one)
-        upper = i32_constant(signed_constant(0xFFFF0000))
-        high = lambda w: arith.ori(arith.andi(w, upper), one)
-        wide = {x: (float_of(low(w)), float_of(high(w))) for x, w in _words(bias).items()}
-    else:
-        bias = bias.astype(f32)
-        nan = lambda x: mlir_math.fma(x, f32_constant(0.0), x)
-        registers = dict.fromkeys(bias.registers.flat)
-        wide = {x: tuple(nan(at(x, e)) for e in (0, 1)) for x in registers}
+    upper = i32_constant(signed_constant(0xFFFF0000))
+    low = lambda word: assembly(i32, "prmt.b32 $0, $1, $2, 0x1054;", word, one)
+    high = lambda word: arith.ori(arith.andi(word, upper), one)
+    halves = {x: (low(word), high(word)) for x, word in _words(bias).items()}
+    wide = {x: [llvm.bitcast(f32, half) for half in both] for x, both in halves.items()}
     registers, code = tile.registers.copy(), "fma.rn.ftz.f32 $0, $1, $2, $3;"
     for index in np.ndindex(*registers.shape):
         added = wide[bias.registers[index]]
@@ -193,7 +187,7 @@ def with_marked(tile, scale: float, bias, interpret: bool):
 
     With its lowest bit set an infinity is a NaN: the conversion from bfloat16 needs no further
     instruction for that, and 0 + 0 remains 0, as such small numbers are flushed. In other dtypes
-    0 times an infinity is added.
+    0 times the bias is added to it.
 
     Args:
         tile: f32 in the WGMMA layout.
@@ -201,7 +195,7 @@ def with_marked(tile, scale: float, bias, interpret: bool):
         bias: tile of the same shape, in the dtype of its array.
         interpret: run by the interpreter.
     """
-    if interpret:
+    if interpret or bias.dtype != jnp.bfloat16:
         bias = bias.astype(jnp.float32)
         return tile * scale + (bias + bias * 0.0)
     run = plgpu.inline_mgpu(
@@ -235,10 +229,11 @@ def _looked_at_body(half, _, tile):
     for i, word in enumerate(words.values()):
         sums[i % _CHAINS] = _times(word, 0, sums[i % _CHAINS], half)
     total = functools.reduce(lambda a, b: _times(a, _ONES[half], b, half), sums)
-    # Each half is a zero or NaN.
-    nan = arith.andi(total, i32_constant(0x7FFF7FFF))
-    nan = arith.cmpi(arith.CmpIPredicate.ne, nan, i32_constant(0))
-    some = mgpu.FragmentedArray.splat(of_some_lane(nan), (), is_signed=True)
+    nan = []
+    for part in (total, arith.shrui(total, i32_constant(16))):
+        bits = arith.andi(part, i32_constant(0x7FFF))
+        nan.append(arith.cmpi(arith.CmpIPredicate.ugt, bits, i32_constant(_INFINITY[half])))
+    some = mgpu.FragmentedArray.splat(of_some_lane(arith.ori(*nan)), (), is_signed=True)
     if half == "bf16":
         return _replaced(tile, {x: _wide_pair(word) for x, word in words.items()}), some
     return tile.astype(ir.F32Type.get()), some
