@@ -157,7 +157,8 @@ class Modifiers:
             distance = jnp.abs(i - j).astype(scores.dtype)
             scores = sum_of(scores - self._per_head(self.alibi_slopes, scores) * distance)
         if self.softcap is not None:
-            scores = self.softcap * jnp.tanh(scores / self.softcap)
+            capped = self.softcap * jnp.tanh(scores / self.softcap)
+            scores = jnp.where(jnp.isposinf(scores), scores, capped)
         if self.score_mod is not None:
             scores = self._everywhere(self.score_mod, jnp.where(keep, scores, 0.0))
         return scores

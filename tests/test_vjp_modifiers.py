@@ -77,6 +77,15 @@ def test_a_bias_of_minus_infinity_is_a_mask(after, attend):
     assert not found[1][0][:, [0, 4]].any() and not found[1][3][:, :, ~shown].any()
 
 
+@pytest.mark.parametrize("attend", ATTEND)
+@pytest.mark.parametrize("after", ["nothing", "softcap"])
+def test_a_bias_of_infinity_is_a_nan_of_its_row(after, attend):
+    bias = draw(5, 1, 1, T, S).at[:, :, 2, 3].set(jnp.inf)
+    o = ATTEND[attend](*inputs(), bias=bias, **AFTER[after])
+    assert (jnp.isnan(o).all((0, 2, 3)) == (jnp.arange(T) == 2)).all()
+    assert jnp.isfinite(jnp.delete(o, 2, 1)).all()
+
+
 # --- residuals ------------------------------------------------------------------------------------
 
 # Arguments, and the shapes of what they add to the residuals, besides q, k, v, o and lse.
