@@ -149,6 +149,28 @@ def test_only_gpu_backends_know_pallas():
     assert users and all(unit(name) in GPU_BACKENDS for name in users)
 
 
+# What differs between versions of jax, and what is replaced inside Mosaic GPU.
+OF_VERSIONS = r"version_info|jaxlib\.version|_infer_arch|KNOWN_KERNELS|transitively|\bsetattr\("
+MAY_ASK = {"backends.gpu.jax_compat", "frontend.tables"}  # tables are named after jaxlib's version
+
+
+def test_one_file_knows_versions_of_jax():
+    rooms = ("backends", "core", "frontend", "transforms")
+    asking = {
+        name_of(path)
+        for path in FILES
+        if name_of(path).startswith(rooms) and re.search(OF_VERSIONS, path.read_text())
+    }
+    assert asking == MAY_ASK
+
+
+def test_the_page_of_a_new_jax_names_what_is_replaced():
+    page = (PACKAGE.parent / "docs" / "internals" / "jax-upgrade.md").read_text()
+    source = (PACKAGE / "backends" / "gpu" / "jax_compat.py").read_text()
+    replaced = re.findall(r"^- `([\w.]+)`", source, re.M)
+    assert len(replaced) == 3 and all(f"`{name}`" in page for name in replaced)
+
+
 def too_much(path: Path) -> Iterator[str]:
     """Yields what is too long, too deep or has too many parameters in a file."""
     public = unit(name_of(path)) in (

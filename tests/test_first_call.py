@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.mosaic.gpu import constraints
 from jax.experimental.mosaic.gpu import core as mosaic_gpu
 
-from flash_pallas.backends.gpu import ahead, jax_0_11
+from flash_pallas.backends.gpu import ahead, jax_compat
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.core.problem import AttentionSpec, Cotangents, Operands, describe
 
@@ -40,10 +40,10 @@ def lower(gradient=False):
 @pytest.fixture
 def known(monkeypatch):
     """A function that returns JAX's kernels by digest, none at first."""
-    monkeypatch.setattr(mosaic_gpu, ahead.KERNELS, {})
+    monkeypatch.setattr(mosaic_gpu, jax_compat.KERNELS, {})
     monkeypatch.setattr(ahead, "_thread", threading.local())
     monkeypatch.setenv(ahead.VARIABLE, "1")
-    return lambda: getattr(mosaic_gpu, ahead.KERNELS)
+    return lambda: getattr(mosaic_gpu, jax_compat.KERNELS)
 
 
 class Recorder:
@@ -143,20 +143,20 @@ def test_equal_variables_are_found_in_order_of_appearance():
     system = constraints.ConstraintSystem(
         constraints=[other, *(equal(of(left), of(right)) for left, right in pairs)]
     )
-    found = jax_0_11.equal_variables(system)
+    found = jax_compat.equal_variables(system)
     keys = {v.key: "".join(o.key for o in others) for v, others in found.items()}
     assert keys == {"d": "cab", "c": "dab", "a": "dcb", "b": "dca", "y": "x", "x": "y"}
 
 
-@pytest.mark.skipif(not jax_0_11.NEEDED, reason="jax 0.12 sorts without printing")
+@pytest.mark.skipif(not jax_compat.NEEDED, reason="jax 0.12 sorts without printing")
 def test_jax_0_11_is_repaired_where_it_can_be(known, monkeypatch):
-    assert hasattr(constraints, jax_0_11.SORTING)  # else nothing would be faster
-    monkeypatch.setattr(constraints, jax_0_11.SORTING, None)
+    assert hasattr(constraints, jax_compat.SORTING)  # else nothing would be faster
+    monkeypatch.setattr(constraints, jax_compat.SORTING, None)
     lower()
-    assert getattr(constraints, jax_0_11.SORTING) is jax_0_11.equal_variables
+    assert getattr(constraints, jax_compat.SORTING) is jax_compat.equal_variables
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     kernel = lambda: None
-    assert jax_0_11.repaired(kernel) is kernel  # whose files have numbers
+    assert jax_compat.repaired(kernel) is kernel  # whose files have numbers
 
 
 def printed(program, seed, **variables):

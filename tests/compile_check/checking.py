@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flash_pallas.backends.hopper.backend import trades_registers
+from flash_pallas.backends.gpu.jax_compat import trades_registers
 
 from . import budget
 from .budget import Cost

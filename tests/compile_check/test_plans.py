@@ -14,8 +14,8 @@ from flash_pallas import (
     ragged_paged_attention,
     save_attention,
 )
+from flash_pallas.backends.gpu.jax_compat import trades_registers
 from flash_pallas.backends.hopper import backend
-from flash_pallas.backends.hopper.backend import trades_registers
 
 from .device import H200, compile_for
 

@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import flash_pallas as fp
 from benchmarks.suites import SUITES
-from flash_pallas.backends.gpu import ahead
+from flash_pallas.backends.gpu import ahead, jax_compat
+from flash_pallas.backends.gpu.jax_compat import trades_registers
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.backend import trades_registers
 from flash_pallas.backends.portable import tiling as tiles
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -417,13 +417,13 @@ def test_the_reproduction_for_upstream_says_the_same(tmp_path):
 @pytest.mark.compile
 def test_a_kernel_compiled_ahead_is_not_compiled_again(tmp_path, monkeypatch):
     """Checks that jaxlib finds by its digest what `ahead.compiled` has left."""
-    monkeypatch.setattr(mosaic_gpu, ahead.KERNELS, {})
+    monkeypatch.setattr(mosaic_gpu, jax_compat.KERNELS, {})
     q = jax.ShapeDtypeStruct((1, 1088, 1, 64), jnp.bfloat16)  # of no other test
     operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
     backend = HopperBackend()
     blocks = backend.blocks(describe(operands, spec), None)
     program = lower_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
-    ((digest, module),) = getattr(mosaic_gpu, ahead.KERNELS).items()
+    ((digest, module),) = getattr(mosaic_gpu, jax_compat.KERNELS).items()
     names = lambda: [one.kernel for one in report.split((tmp_path / PRINTED).read_text())[0]]
     with dump_to(tmp_path, find_tools()):
         ahead.compiled(digest, module, device_of(H200))

@@ -15,10 +15,10 @@ On a host with few cores the others have work already. FLASH_PALLAS_COMPILE_AHEA
 decide otherwise. H200, 32 cores, medians of a fresh process: gradient 3.6 s for 5.8, training step
 of 22 layers 9.4 for 10.5 (benchmarks/results/first_call.json).
 
-Two pieces of JAX's inside are used: `KNOWN_KERNELS`, the dict in which a lowering notes each kernel
-under its digest, and the name and attributes of the custom call. Without the first nothing is
-compiled ahead, without the second the attempt fails in the thread; either way the program compiles
-its kernels itself.
+Two pieces of JAX's inside are used: the dict in which a lowering notes each kernel under its digest
+(`jax_compat.watch_kernels`), and the name and attributes of the custom call. Without the first
+nothing is compiled ahead, without the second the attempt fails in the thread; either way the
+program compiles its kernels itself.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import threading
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import core as mosaic_gpu
+
+from . import jax_compat
 
 VARIABLE = "FLASH_PALLAS_COMPILE_AHEAD"
-KERNELS = "KNOWN_KERNELS"  # of jax.experimental.mosaic.gpu.core: serialised kernels by digest
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # JAX's event: a program is lowered
 OURS = b"flash_pallas_"  # how the names of this package's kernels begin
 AT_ONCE = 4  # the kernels of a gradient; jaxlib 0.11 compiles them side by side
@@ -92,7 +92,7 @@ def wait() -> None:
 
 
 def wanted() -> bool:
-    """Says whether kernels are compiled ahead here, if there is a GPU.
+    """Returns whether kernels are compiled ahead here, if there is a GPU.
 
     Raises:
         ValueError: The environment variable has another value than 0 and 1.
@@ -110,9 +110,7 @@ def watch() -> None:
     """Compiles ahead what is lowered from now on, if that is wanted and there is a GPU."""
     if jax.default_backend() != "gpu" or not wanted():
         return
-    known = getattr(mosaic_gpu, KERNELS, None)
-    if type(known) is dict:  # not yet watched
-        setattr(mosaic_gpu, KERNELS, Kernels(known))
+    if jax_compat.watch_kernels(Kernels):
         _listen()
 
 

@@ -1,9 +1,9 @@
 """Kernels that are lowered for a GPU that is not here: what Mosaic GPU asks the device about.
 
-Mosaic GPU takes the compute capability from the default device, and 9.0 where that is a CPU. It has
-no setting for it, so its function is replaced: here and nowhere else. How much shared memory there
-is it asks too, only to refuse what takes more, which no kernel of this package does: their tile
-sizes are chosen for the GPU's own (devices.py). On a CPU it assumes 227 KB.
+Mosaic GPU takes the compute capability from the default device, and 9.0 where that is a CPU;
+`jax_compat.infer_targets` replaces that. It also asks how much shared memory there is, only to
+refuse what takes more, which no kernel of this package does: their tile sizes are chosen for the
+GPU's own (devices.py). On a CPU it assumes 227 KB.
 
 A program that was exported is compiled where it is loaded, and most kernels would compile for
 another GPU, too: what was made for 163 KB of shared memory fails at its launch on a GPU of 99. So
@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from ...devices import Device, targeted
+from . import jax_compat
 
 # LLVM's question about what it compiles for.
 _ASKED, _ASK = "asked_by_flash_pallas", "__nvvm_reflect"
@@ -31,7 +32,7 @@ def made_for(device: Device, kernel):
 
     It compiles for GPUs of the same compute capability only.
     """
-    _teach()
+    jax_compat.infer_targets(_capability)
 
     def bound(*refs):
         plgpu.inline_mgpu()(functools.partial(_bind, device))()
@@ -40,19 +41,10 @@ def made_for(device: Device, kernel):
     return bound
 
 
-@functools.cache
-def _teach() -> None:
-    """Makes Mosaic GPU lower kernels for the GPU of the `target` around, if there is one."""
-    here = utils._infer_arch
-
-    def there() -> tuple[int, int]:
-        device = targeted()
-        if device is None:
-            return here()
-        major, minor = map(int, device.capability.split("."))
-        return major, minor
-
-    utils._infer_arch = there
+def _capability() -> str | None:
+    """Returns the compute capability of the `target` around, if there is one."""
+    device = targeted()
+    return None if device is None else device.capability
 
 
 def _bind(device: Device, context) -> None:

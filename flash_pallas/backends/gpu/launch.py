@@ -14,7 +14,7 @@ from ...core import mesh_axes, scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 from ...devices import targeted
-from . import ahead, auxiliary_arrays, elsewhere, jax_0_11
+from . import ahead, auxiliary_arrays, elsewhere, jax_compat
 from .score_tile import RegisterTile
 from .stand_ins import UNSUPPORTED
 
@@ -52,7 +52,7 @@ def launch(
     else:
         if jax.default_backend() == "gpu":
             ahead.watch()
-        kernel = jax_0_11.repaired(kernel)
+        kernel = jax_compat.repaired(kernel)
         if (device := targeted()) is not None:
             kernel = elsewhere.made_for(device, kernel)
     call = plgpu.kernel(

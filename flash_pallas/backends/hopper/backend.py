@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 
 from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
@@ -28,6 +27,7 @@ from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSp
 from ...core.ragged import attend as attend_ragged
 from ...devices import capability_here, no_gpu, takes_first
 from ..base import decode_shared as decode_shared_by_two
+from ..gpu import jax_compat
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
 from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
@@ -99,8 +99,9 @@ class HopperBackend:
 
     @property
     def producer(self) -> bool:
-        """Says whether the kernels have a producer warpgroup, which only loads."""
-        return trades_registers() if self.trades_registers is None else self.trades_registers
+        """True if the kernels have a producer warpgroup, which only loads."""
+        asked = self.trades_registers
+        return jax_compat.trades_registers() if asked is None else asked
 
     @property
     def sms(self) -> int:
@@ -317,16 +318,6 @@ class HopperBlocks:
 
     forward: ForwardBlocks | WideBlocks
     backward: FusedBlocks | PairedBlocks | SplitBlocks | WideGradients
-
-
-def trades_registers() -> bool:
-    """Says whether the installed jaxlib compiles setmaxnreg, by which warpgroups trade registers.
-
-    From 0.12 on its wheels compile Mosaic GPU kernels through nvJitLink, as code to be linked, in
-    which the instruction has no effect (C7504). Three warpgroups then have 168 registers a thread;
-    code made for 240 spills up to 1,300 bytes and has its wgmma serialised. Two have 255.
-    """
-    return jaxlib.version.__version_info__ < (0, 12)
 
 
 _ALONE = {"fused", "paired"}  # kernels that compute all gradients
