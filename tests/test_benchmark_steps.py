@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import results, run_stack, tables, timing
+from benchmarks import results, run_jax, run_stack, tables, timing
 
 TOKENS = 40
 
@@ -69,3 +71,24 @@ def test_rows_of_a_stack(small, tmp_path):
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-6)
     found = results.header("stack", {"summary": "a summary"}) | {"rows": rows}
     assert "| 1,32 | flash_attention |" in tables.render(found)
+
+
+def test_versions_of_jax_take_turns(monkeypatch, tmp_path):
+    times = {"": iter([(1.0, 4.0), (3.0, 4.0), (2.0, 4.0)]), "new": iter([(2.2, 3.0)] * 3)}
+    order = []
+
+    def measured(folder, arguments):
+        order.append(folder)
+        same = dict.fromkeys(run_jax.KEYS)
+        rows = [same | {"ms": ms} for ms in next(times[folder])]
+        return {"rows": rows, "method": {"timer": "none"}, "versions": {}}
+
+    monkeypatch.setattr(run_jax, "measured", measured)
+    out = tmp_path / "found.json"
+    monkeypatch.setattr("sys.argv", ["run_jax", "--paths", "a=", "b=new", "--out", str(out)])
+    run_jax.main()
+    found = json.loads(out.read_text())
+    assert order == ["", "new", "new", "", "", "new"]
+    assert [row["time_ratio"]["b"] for row in found["rows"]] == pytest.approx([1.1, 0.75])
+    told = found["method"]["of all cells"]["b"]
+    assert told == pytest.approx({"geometric mean": (1.1 * 0.75) ** 0.5, "largest": 1.1})
