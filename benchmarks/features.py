@@ -342,4 +342,10 @@ GROUPS: tuple[Group, ...] = (
         Group("float32", _in_float32(_sizes(4, 4096, 16, dim)), (CAUSAL,), FLOAT32_PEERS)
         for dim in (64, 128)
     ),
+    # What FlashAttention-3 has besides causal and plain attention, 2048 wide.
+    *(
+        Group("fa3", _sizes(batch, length, 2048 // dim, dim), (variant,), ("fa3",))
+        for batch, length, variant in ((1, 32768, VARLEN), (1, 32768, WINDOW), (4, 4096, SINKS))
+        for dim in (64, 128)
+    ),
 )

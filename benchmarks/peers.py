@@ -6,9 +6,10 @@ import functools
 import importlib.util
 
 import jax
+import numpy as np
 
-from . import timing
-from .features import Sizes
+from . import flash_attention_3, timing
+from .features import Sizes, Variant, packed_ids
 from .programs import Program, compile_jax
 
 
@@ -40,6 +41,27 @@ def _tokamax(variant, arrays, do):
         )
 
     return compile_jax(attention, arrays, do, variant.differentiated)
+
+
+def fa3_attention(variant: Variant):
+    """Returns FlashAttention-3's function (q, k, v, arrays) -> o for a variant."""
+
+    def attention(q, k, v, arrays):
+        arguments = dict(variant.static) | arrays
+        # It wants a bound on the documents' lengths that is no array.
+        longest = int(np.bincount(packed_ids(q.shape[1])).max())
+        return flash_attention_3.attention(q, k, v, longest=longest, **arguments)
+
+    return attention
+
+
+def _fa3(variant, arrays, do):
+    q, k, v, extra = arrays
+    given = dict(variant.static) | extra
+    reason = flash_attention_3.missing() or flash_attention_3.unsupported(q, k, v, given)
+    if reason is not None:
+        raise Unsupported(reason)
+    return compile_jax(fa3_attention(variant), arrays, do, variant.differentiated)
 
 
 def _torch(backend, variant, arrays, do):
@@ -104,6 +126,7 @@ def _flex(variant, arrays, do):
 
 
 PEERS = {
+    "fa3": _fa3,
     "flex": _flex,
     "jax_cudnn": functools.partial(_jax, "cudnn"),
     "jax_xla": functools.partial(_jax, "xla"),  # in float32 at its default precision, TF32
@@ -111,3 +134,5 @@ PEERS = {
     "torch_cudnn": functools.partial(_torch, "CUDNN_ATTENTION"),
     "torch_efficient": functools.partial(_torch, "EFFICIENT_ATTENTION"),
 }
+# Functions (q, k, v, arrays) -> o of peers that pass the gate of a variant before they are timed.
+GATED = {"fa3": fa3_attention}

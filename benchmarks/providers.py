@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import flash_pallas
 
-from . import tracing
+from . import flash_attention_3, tracing
 from .gate import Inputs, input_shapes
 from .suites import Cell
 from .timing import Launch, torch_or_none
@@ -179,6 +179,17 @@ def fa4_jax_attention(cell: Cell) -> Attention:
     return Attention(functools.partial(fa4_jax.flash_attn, causal=cell.causal))
 
 
+def fa3_attention(cell: Cell) -> Attention:
+    """Returns FlashAttention-3 as dew-flash-attn calls it from JAX."""
+    reason = flash_attention_3.missing()
+    if reason is None:
+        q, k, v, _ = input_shapes(cell.shape)
+        reason = flash_attention_3.unsupported(q, k, v, {"causal": cell.causal})
+    if reason is not None:
+        raise Unsupported(reason)
+    return Attention(functools.partial(flash_attention_3.attention, causal=cell.causal))
+
+
 def fa4_runner(cell: Cell, inputs: Inputs) -> Runner:
     """Makes a Runner of FlashAttention-4, called from PyTorch, on the very same arrays.
 
@@ -315,6 +326,7 @@ PROVIDERS: dict[str, Provider] = {
     ),
     "jax_cudnn": Provider("jax.nn on cuDNN", _partial(jax_nn_attention, implementation="cudnn")),
     "jax_xla": Provider("jax.nn, dense", _partial(jax_nn_attention, implementation="xla")),
+    "fa3": Provider("FlashAttention-3 from JAX (dew-flash-attn)", fa3_attention),
     "fa4": Provider("FlashAttention-4 from PyTorch (flash_attn.cute)", runner=fa4_runner),
     "fa4_jax": Provider("FlashAttention-4 from JAX (fa4-jax)", fa4_jax_attention),
     "tokamax": Provider("Tokamax, Mosaic GPU, its own choice of tiles", tokamax_attention),

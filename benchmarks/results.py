@@ -82,7 +82,8 @@ def versions() -> dict[str, str]:
     """Returns the versions of all packages that decide a number, where they are installed."""
     packages = ("jax", "jaxlib", "torch", "triton", "jax-triton", "tokamax", "nvidia-cudnn-cu13")
     found = {}
-    for package in (*packages, "flash-attn-4"):
+    peers = ("flash-attn-4", "dew-flash-attn-cu12", "dew-flash-attn-cu13")
+    for package in (*packages, *peers):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.run_features --out results/features.json
 
-Every variant must first agree, within the 2x rule, with this package's jnp backend in float32 on
-the same inputs (at most 2,048 queries of 2 batch entries, as whole arrays would take minutes).
+Every variant, and each peer in peers.GATED, must first agree, within the 2x rule, with this
+package's jnp backend in float32 on the same inputs (at most 2,048 queries of 2 batch entries, as
+whole arrays would take minutes).
 Peak memory is XLA's plan of the compiled program: arguments, results and temporaries. The plan of
 the backward starts from saved residuals; where a group asks for it, gradients in one program are
 planned too.
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 
 from . import results, timing
 from .features import GROUPS, Group, Sizes, Variant
-from .peers import PEERS, Unsupported
+from .peers import GATED, PEERS, Unsupported
 from .programs import Program, compile_jax
 from .run import prepare_process, probes
 from .tables import groups
@@ -42,10 +43,16 @@ FACTORS = {"forward": 2.0, "backward": 3.0}
 SHARES = {"bfloat16": 1.0, "float32": 2.0**-8}
 
 
-def gate(variant: Variant, sizes: Sizes, backend: str) -> dict[str, Any]:
+def gate(variant: Variant, sizes: Sizes, backend: str, peer: str | None = None) -> dict[str, Any]:
     """Returns the errors of o and of all gradients from float32, as shares of what is allowed.
 
     That is the 2x rule's bound on the root mean square; for float32 inputs, 2**-8 of it.
+
+    Args:
+        variant: the call.
+        sizes: its sizes, which are cut to GATE_BATCH and GATE_LENGTH.
+        backend: of ours that is judged.
+        peer: a key of GATED that is judged in its place.
     """
     small = dataclasses.replace(
         sizes, batch=min(sizes.batch, GATE_BATCH), length=min(sizes.length, GATE_LENGTH)
@@ -53,11 +60,12 @@ def gate(variant: Variant, sizes: Sizes, backend: str) -> dict[str, Any]:
     *qkv, do = small.arrays()
     extra = variant.make(small, jax.random.key(1))
 
-    def all_results(name, dtype):
+    judged = variant.attention(backend) if peer is None else GATED[peer](variant)
+
+    def all_results(call, dtype):
         wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
         wanted = {name: extra[name] for name in variant.differentiated}
         fixed = {name: x for name, x in extra.items() if name not in wanted}
-        call = variant.attention(name)
 
         @jax.jit
         def run(q, k, v, wanted, do):
@@ -66,8 +74,9 @@ def gate(variant: Variant, sizes: Sizes, backend: str) -> dict[str, Any]:
 
         return run(*map(wide, qkv), jax.tree.map(wide, wanted), wide(do))
 
-    exact = all_results("xla", jnp.float32)
-    plain, found = all_results("xla", jnp.bfloat16), all_results(backend, jnp.dtype(sizes.dtype))
+    dense = variant.attention("xla")
+    exact, plain = all_results(dense, jnp.float32), all_results(dense, jnp.bfloat16)
+    found = all_results(judged, jnp.dtype(sizes.dtype))
     used = {}
     for direction, factor in FACTORS.items():
         factor *= SHARES[sizes.dtype]
@@ -76,10 +85,10 @@ def gate(variant: Variant, sizes: Sizes, backend: str) -> dict[str, Any]:
     return used
 
 
-def gate_of(group: int, variant: int, backend: str) -> dict[str, Any]:
+def gate_of(group: int, variant: int, backend: str, peer: str | None = None) -> dict[str, Any]:
     """Returns `gate` of a variant of GROUPS, by number: another process has the same."""
     found = GROUPS[group]
-    return gate(found.variants[variant], found.sizes, backend)
+    return gate(found.variants[variant], found.sizes, backend, peer)
 
 
 def gates_apart(workers: int) -> concurrent.futures.ProcessPoolExecutor:
@@ -115,26 +124,32 @@ def prepare(group: Group, backend: str = "hopper", processes: Any = None) -> Pre
     *qkv, do = group.sizes.arrays()
     gates: dict[str, dict[str, float]] = {}
 
-    def checked(variant: Variant) -> Callable[[], dict[str, float]]:
+    def checked(variant: Variant, peer: str | None = None) -> Callable[[], dict[str, float]]:
         if processes is None:
-            return functools.partial(gate, variant, group.sizes, backend)
+            return functools.partial(gate, variant, group.sizes, backend, peer)
         place = GROUPS.index(group), group.variants.index(variant)
-        return processes.submit(gate_of, *place, backend).result
+        return processes.submit(gate_of, *place, backend, peer).result
+
+    def admit(name: str, used: dict[str, float]) -> None:
+        gates[name] = used
+        worst = max(used.values())
+        if not worst <= 1.0:
+            raise Unsupported(f"wrong result: {worst:.3g} times the allowed error")
 
     def ours(variant: Variant) -> Program:
         used = checked(variant)
         extra = variant.make(group.sizes, jax.random.key(1))
         call = variant.attention(backend)
         program = compile_jax(call, (*qkv, extra), do, variant.differentiated, group.whole)
-        gates[variant.name] = used()
-        worst = max(gates[variant.name].values())
-        if not worst <= 1.0:
-            raise Unsupported(f"wrong result: {worst:.3g} times the allowed error")
+        admit(variant.name, used())
         return program
 
     def peers(name: str) -> Program:
         last = group.variants[-1]
-        return PEERS[name](last, (*qkv, last.make(group.sizes, jax.random.key(1))), do)
+        program = PEERS[name](last, (*qkv, last.make(group.sizes, jax.random.key(1))), do)
+        if name in GATED:
+            admit(name, checked(last, name)())
+        return program
 
     programs, refused = {}, {}
     with concurrent.futures.ThreadPoolExecutor() as pool:

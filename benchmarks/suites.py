@@ -50,6 +50,19 @@ _HEAD_DIM_128 = Shape(4, 4096, 16, 16, 128, "16k tokens, the head dim of most la
 _HEAD_DIM_64 = Shape(4, 4096, 32, 32, 64, "head dim 64: exponentials weigh twice as much")
 _HEAD_DIM_256 = Shape(4, 4096, 8, 8, 256, "head dim 256: registers and shared memory are tightest")
 
+_MAIN_SHAPES = (
+    _HEAD_DIM_128,
+    Shape(1, 16384, 16, 16, 128, "long context: the loop's steady state"),
+    Shape(16, 1024, 16, 16, 128, "short context: prologue, epilogue and launch weigh most"),
+    _HEAD_DIM_64,
+    _HEAD_DIM_256,
+    Shape(2, 8192, 32, 8, 128, "grouped queries: K and V are read by four query heads"),
+)
+_HEAD_DIM_192 = Shape(
+    4, 4096, 16, 16, 192, "head dim 192, of multi-head latent attention in training"
+)
+_HEAD_DIM_256_LONG = Shape(1, 16384, 8, 8, 256, "head dim 256, long")
+
 # The bars of FlashAttention's README: from the shortest sequence to the longest, 2048 wide.
 CHART_LENGTHS = tuple(512 * 2**i for i in range(6))
 _CHART_SHAPES = tuple(
@@ -62,18 +75,11 @@ _CHART_SHAPES = tuple(
 # the work is cut and not in how much memory they touch: 64 MiB an array, above any L2.
 SUITES: dict[str, tuple[Cell, ...]] = {
     "quick": _both(_HEAD_DIM_128, _HEAD_DIM_64, _HEAD_DIM_256),
-    "h200": _both(
-        _HEAD_DIM_128,
-        Shape(1, 16384, 16, 16, 128, "long context: the loop's steady state"),
-        Shape(16, 1024, 16, 16, 128, "short context: prologue, epilogue and launch weigh most"),
-        _HEAD_DIM_64,
-        _HEAD_DIM_256,
-        Shape(2, 8192, 32, 8, 128, "grouped queries: K and V are read by four query heads"),
-    ),
+    "h200": _both(*_MAIN_SHAPES),
     # Cells that "h200" lacks, to compare with FlashAttention-4: other head dims, other lengths.
     "fa4": _both(
-        Shape(4, 4096, 16, 16, 192, "head dim 192, of multi-head latent attention in training"),
-        Shape(1, 16384, 8, 8, 256, "head dim 256, long"),
+        _HEAD_DIM_192,
+        _HEAD_DIM_256_LONG,
         *(
             Shape(16384 // length, length, heads, kv_heads, head_dim, "from short to long")
             for head_dim, heads, kv_heads in (
@@ -84,6 +90,18 @@ SUITES: dict[str, tuple[Cell, ...]] = {
             )
             for length in (1024, 2048, 8192, 16384)
         ),
+    ),
+    # Those of "h200", and others where its backward is likeliest to be ahead: short sequences, and
+    # groups of small head dims. Head dim 96 is left out, as the wheel pads it to 128.
+    "fa3": _both(
+        *_MAIN_SHAPES,
+        _HEAD_DIM_192,
+        _HEAD_DIM_256_LONG,
+        Shape(16, 1024, 16, 16, 192, "head dim 192, short"),
+        Shape(16, 1024, 32, 32, 64, "head dim 64, short"),
+        Shape(1, 16384, 32, 32, 64, "head dim 64, long"),
+        Shape(32, 512, 16, 16, 128, "the shortest: every tile is a first or a last one"),
+        Shape(2, 8192, 64, 8, 64, "K and V are read by eight query heads of 64"),
     ),
     # Head dims that neither cuDNN nor FlashAttention takes.
     "wide": (

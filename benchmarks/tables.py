@@ -60,9 +60,9 @@ def _timing_table(results: dict[str, Any]) -> str:
     shown = [p for p in providers if any(r["provider"] == p and r["ms"] for r in rows)]
     judged = results["suite"] == "h200" and OURS in shown and YARDSTICK in shown
     against = results["suite"] != "h200" and set(shown) >= _PORTABLE
-    beside = {OURS, "fa4"} <= set(shown)
+    beside = [peer for peer in BESIDE if {OURS, peer} <= set(shown)]
     head = ["B,T,N,K,H", "mask", "pass", *shown, *(_JUDGEMENT if judged else [])]
-    head += ["ours / fa4"] if beside else []
+    head += [f"ours / {peer}" for peer in beside]
     head += ["portable / FlashAttention-2"] if against else []
     body = []
     for found in unique(key(row) for row in rows):
@@ -71,7 +71,7 @@ def _timing_table(results: dict[str, Any]) -> str:
         entries = {provider: cells.get((found, provider)) for provider in shown}
         line += map(_entry, entries.values())
         line += _judgement(entries) if judged else []
-        line += [_relative(entries[OURS], "fa4")] if beside else []
+        line += [_relative(entries[OURS], peer) for peer in beside]
         line += [_relative(entries["flash_pallas_portable"], "torch_flash")] if against else []
         body.append(line)
     return grid(head, body) + (_FOOTNOTE if judged else "") + reasons(rows)
@@ -87,6 +87,7 @@ def _relative(row: dict[str, Any] | None, peer: str) -> str:
 
 
 OURS = "flash_pallas"
+BESIDE = ("fa3", "fa4")  # providers that ours is divided by, in a column for each
 _JUDGEMENT = ["ours / best peer", "ours / GEMM"]
 _SIZE = " x ".join([str(flops.GEMM_SIZE)] * 3)
 _FOOTNOTE = f"\n\nGEMM: a bfloat16 matmul of size {_SIZE} in the same rounds."

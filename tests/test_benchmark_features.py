@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import features, run_features, tables, timing
 from benchmarks.peers import PEERS, Unsupported
+from tests import flash_attention_3_stand_in
 
 SMALL = features.Sizes(2, 96, 4, 2, 16, 8)
 
@@ -117,6 +118,68 @@ def test_rows_of_a_group(monkeypatch, tmp_path):
     whole = [row.get("peak_bytes_both") for row in rows]
     assert whole[:3] == [None] * 3 and whole[5] is None  # what is refused comes last
     assert all(row["peak_bytes_both"] > rows[0]["peak_bytes"] for row in rows[3:5])
+
+
+ONE = features.Sizes(1, 96, 4, 2, 16, 16)
+FA3_CALLS = {
+    features.VARLEN: ("flash_mha_varlen", (-1, -1), 3),
+    features.WINDOW: ("flash_mha", (1023, 0), 4),
+    features.SINKS: ("flash_mha", (-1, -1), 4),
+}
+
+
+def test_the_groups_of_flash_attention_3():
+    found = [group for group in features.GROUPS if "fa3" in group.peers]
+    assert {group.variants for group in found} == {(variant,) for variant in FA3_CALLS}
+    assert {group.sizes.head_dim for group in found} == {64, 128}
+    assert all(group.has("fa3") for group in found)
+
+
+@pytest.mark.parametrize("variant", FA3_CALLS, ids=lambda v: v.name)
+def test_flash_attention_3_is_called_as_it_wants(monkeypatch, variant):
+    calls = flash_attention_3_stand_in.install(monkeypatch)
+    group = features.Group("fa3", ONE, (variant,), ("fa3",))
+    programs, refused, gates = run_features.prepare(group, "xla")
+    assert not refused and set(programs) == set(gates) == {variant.name, "fa3"}
+    name, window, rank = FA3_CALLS[variant]
+    assert {call["name"] for call in calls} == {name}
+    assert all(call["causal"] is True and call["window"] == window for call in calls)
+    assert {len(shape) for call in calls for shape in call["shapes"]} == {rank}
+    if variant is features.VARLEN:
+        longest = int(np.bincount(features.packed_ids(ONE.length)).max())
+        assert {(call["longest"], call["starts"]) for call in calls} == {(longest, (17,))}
+
+
+def test_a_wrong_result_of_flash_attention_3_gets_no_number(monkeypatch):
+    flash_attention_3_stand_in.install(monkeypatch)
+    module = sys.modules["dew_flash_attn"]
+    right = module.flash_mha
+    monkeypatch.setattr(module, "flash_mha", lambda *given, **others: right(*given) * 1.02)
+    group = features.Group("fa3", ONE, (features.CAUSAL,), ("fa3",))
+    programs, refused, gates = run_features.prepare(group, "xla")
+    assert set(programs) == {"causal"} and gates["fa3"]["forward"] > 1.0
+    assert "wrong result" in refused["fa3"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes", "reason"),
+    [
+        (features.SOFTCAP, ONE, "has no softcap"),
+        (features.PAIR_BIAS, ONE, "has no bias"),
+        (features.WINDOW_ARRAY, ONE, "two Python integers"),
+        (features.CAUSAL, dataclasses.replace(ONE, v_head_dim=8), "one head dim"),
+        (features.CAUSAL, dataclasses.replace(ONE, dtype="float32"), "not float32"),
+        (features.CAUSAL, dataclasses.replace(ONE, head_dim=264), "up to 256"),
+        (features.VARLEN, dataclasses.replace(ONE, batch=2), "one entry of the batch"),
+    ],
+)
+def test_flash_attention_3_says_what_it_cannot_do(monkeypatch, variant, sizes, reason):
+    calls = flash_attention_3_stand_in.install(monkeypatch)
+    *qkv, do = sizes.arrays()
+    arrays = (*qkv, variant.make(sizes, jax.random.key(1)))
+    with pytest.raises(Unsupported, match=reason):
+        PEERS["fa3"](variant, arrays, do)
+    assert not calls
 
 
 @pytest.mark.thorough

@@ -130,18 +130,33 @@ def test_the_main_table_compares_each_cell_with_best_peer_and_gemm():
     assert "GEMM: a bfloat16 matmul" in "\n".join(lines)
 
 
-@pytest.mark.parametrize("suite", ["fa4", "h200"])
-def test_flash_attention_4_has_a_column_of_its_own(suite):
+@pytest.mark.parametrize(
+    ("peer", "suite"), [("fa3", "fa3"), ("fa3", "h200"), ("fa4", "fa4"), ("fa4", "h200")]
+)
+def test_each_flash_attention_has_a_column_of_its_own(peer, suite):
     found = _results(suite=suite)
     for row in found["rows"]:
         if row["provider"] == "tokamax":
-            row.update(provider="fa4", refused=None, ms=1.1, tflops=500.0)
+            row.update(provider=peer, refused=None, ms=1.1, tflops=500.0)
             row.update(gate=found["rows"][0]["gate"])
-    found["rows"][1].update(relative={"torch_cudnn": 2.0, "fa4": 0.96})
+    found["rows"][1].update(relative={"torch_cudnn": 2.0, peer: 0.96})
     lines = tables.render(found).splitlines()
-    assert lines[0].endswith(" | ours / fa4 |") and lines[2].endswith(" | 0.96 |")
+    assert lines[0].endswith(f" | ours / {peer} |") and lines[2].endswith(" | 0.96 |")
     assert lines[3].endswith(" | - |")  # of a run that did not say
     assert ("| 0.96 | - | 0.96 |" in lines[2]) == (suite == "h200")
+    assert lines[0].count("ours / fa") == 1
+
+
+def test_two_peers_have_two_columns():
+    found = _results(suite="fa3")
+    names = {"torch_cudnn": "fa4", "tokamax": "fa3"}
+    for row in found["rows"]:
+        row.update(provider=names.get(row["provider"], row["provider"]))
+        row.update(refused=None, ms=1.1, tflops=500.0, gate=found["rows"][0]["gate"])
+    found["rows"][1].update(relative={"fa3": 1.25, "fa4": 0.96})
+    lines = tables.render(found).splitlines()
+    assert lines[0].endswith(" | ours / fa3 | ours / fa4 |")
+    assert lines[2].endswith(" | 1.25 | 0.96 |")
 
 
 def test_a_main_table_without_ours_or_its_ratio_still_prints():

@@ -31,6 +31,7 @@ from benchmarks import (
     timing,
     tracing,
 )
+from tests import flash_attention_3_stand_in
 
 SHAPE = suites.Shape(1, 128, 4, 2, 64)
 CELL = suites.Cell(SHAPE, True)
@@ -126,6 +127,11 @@ def test_suites_hold_the_promised_cells():
     assert all((c.shape.batch, c.shape.q_len) == (4, 4096) for c in quick)
     assert len(h200) == 12
     assert any(c.shape.kv_heads < c.shape.q_heads for c in h200)
+    fa3 = set(suites.SUITES["fa3"])
+    assert h200 < fa3
+    assert {c.shape.head_dim for c in fa3} == {64, 128, 192, 256}
+    assert {512, 16384} <= {c.shape.q_len for c in fa3 if c.causal}
+    assert all(c.shape.batch * c.shape.q_len == 16384 for c in fa3)
     assert all(c.shape.reason for cells in suites.SUITES.values() for c in cells)
     charts = {(c.shape.head_dim, c.shape.q_len, c.causal) for c in suites.SUITES["charts"]}
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
@@ -202,6 +208,35 @@ def test_flash_attention_4_from_jax_is_called_as_it_wants(judged, monkeypatch):
     monkeypatch.setitem(sys.modules, "fa4_jax", module)
     runner = providers.prepare("fa4_jax", CELL, jnp.bfloat16)(gate.random_inputs(SHAPE))
     assert all(verdict.ok for verdict in oracle.check(runner.results()).values())
+
+
+def test_flash_attention_3_says_what_is_missing(monkeypatch):
+    missing = lambda cell=CELL: providers.prepare("fa3", cell, jnp.bfloat16)
+    with pytest.raises(providers.Unsupported, match="dew-flash-attn is not installed"):
+        missing()
+    calls = flash_attention_3_stand_in.install(monkeypatch, capability="8.0")
+    with pytest.raises(providers.Unsupported, match=r"needs compute capability 9\.0, not 8\.0"):
+        missing()  # there the package runs FlashAttention-2
+    flash_attention_3_stand_in.install(monkeypatch)
+    wide = suites.Cell(dataclasses.replace(SHAPE, head_dim=512), True)
+    with pytest.raises(providers.Unsupported, match="up to 256, not 512"):
+        missing(wide)
+    assert not calls
+
+
+def test_flash_attention_3_is_called_as_it_wants(judged, monkeypatch):
+    oracle, _ = judged
+    calls = flash_attention_3_stand_in.install(monkeypatch)
+    runner = providers.prepare("fa3", CELL, jnp.bfloat16)(gate.random_inputs(SHAPE))
+    found = runner.results()
+    assert set(found) == {"o", "dq", "dk", "dv"}
+    assert all(verdict.ok for verdict in oracle.check(found).values())
+    shapes = [(1, 128, 4, 64), (1, 128, 2, 64), (1, 128, 2, 64)]
+    seen = {"name": "flash_mha", "shapes": shapes, "causal": True, "window": (-1, -1)}
+    assert calls and all(call == seen for call in calls)
+    calls.clear()
+    providers.prepare("fa3", dataclasses.replace(CELL, causal=False), jnp.bfloat16)
+    assert calls and all(call == seen | {"causal": False} for call in calls)
 
 
 # --- a whole run

@@ -19,11 +19,13 @@ NAMES = {
     "torch_cudnn": "cuDNN (PyTorch)",
     "jax_cudnn": "cuDNN (jax.nn)",
     "tokamax": "Tokamax",
+    "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
     "torch_flash": "FlashAttention-2 (PyTorch)",
     "torch_efficient": "memory-efficient (PyTorch)",
     "pallas_triton": "pallas.ops.gpu (Triton)",
     "jax_xla": "jax.nn (XLA)",
+    "ours / fa3": "ours / FlashAttention-3",
     "ours / fa4": "ours / FlashAttention-4",
 }
 # Columns that are left to the other page, as are XLA's plans of memory.
