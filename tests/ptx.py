@@ -134,8 +134,8 @@ class Machine:
         self.pending: dict[int, np.ndarray] = {}  # copies in flight, by address
         self.arith = types.SimpleNamespace(
             addi=np.add, addf=np.add, subi=np.subtract, muli=np.multiply, divui=np.floor_divide,
-            remui=np.remainder, andi=np.logical_and, select=np.where, minsi=np.minimum,
-            minui=np.minimum, cmpi=lambda kind, x, y: kind(x, y),
+            remui=np.remainder, andi=np.bitwise_and, ori=np.bitwise_or, select=np.where,
+            minsi=np.minimum, minui=np.minimum, cmpi=lambda kind, x, y: kind(x, y),
             extsi=lambda kind, x: x, extui=lambda kind, x: x, index_cast=lambda kind, x: x,
             constant=lambda kind, x: np.int64(x), xori=np.bitwise_xor,
             CmpIPredicate=types.SimpleNamespace(
@@ -217,9 +217,9 @@ class Machine:
             x, y = (operands.pop(int(found[n])) for n in (2, 1))
             with self._only(y < x):
                 return self._run(kind, operands, found[3], "", True)
-        if code.startswith("{ .reg .b32 "):
+        name = "" if code.startswith("{") else name_of(code)
+        if code.startswith("{ .reg .b32 ") or name in _OPERATIONS:
             return _computed(code, operands)
-        name = name_of(code)
         offsets = {int(n): int(add or 0) for n, add in re.findall(r"\[\$(\d+)\+?(-?\d+)?\]", code)}
         for run, start in (
             (self._copy, "cp.async.cg"),
@@ -366,6 +366,14 @@ def _fused(dtype):
     return run
 
 
+def _flushed(x, y, z):
+    """Returns fma.rn.ftz.f32; the product of two float32 in float64 is exact."""
+    flush = lambda a: np.where(np.abs(a) < np.float32(2.0**-126), np.float32(0.0), a)
+    with np.errstate(invalid="ignore"):  # a NaN
+        x, y, z = (flush(a.view(np.float32)).astype(np.float64) for a in (x, y, z))
+        return flush((x * y + z).astype(np.float32)).view(np.uint32)
+
+
 def _difference(dtype):
     """Returns sub of two halves."""
 
@@ -387,15 +395,17 @@ _OPERATIONS = {
     "mul.lo.u32": np.multiply,
     "sub.bf16x2": _difference(BFLOAT16),
     "sub.f16x2": _difference(np.dtype(np.float16)),
+    "fma.rn.ftz.f32": _flushed,
     "fma.rn.bf16x2": _fused(BFLOAT16),
     "fma.rn.f16x2": _fused(np.dtype(np.float16)),
 }
 
 
 def _computed(code: str, operands):
-    """Executes a block of integer instructions and of halves; $0 is the result."""
+    """Executes one instruction, or a block, on words; $0 is the result."""
     known = {f"${i + 1}": np.uint32(x) for i, x in enumerate(operands)}
-    for line in code.strip("{} ").split(";")[1:]:
+    lines = code.strip("{} ").split(";")
+    for line in lines[1:] if code.startswith("{") else lines:  # the first one names registers
         if not line.strip():
             continue
         name, rest = line.strip().split(" ", 1)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flash_pallas.backends.gpu import inline
 from flash_pallas.backends.hopper.decode import dequantize
 
-from .ptx import BFLOAT16, Machine
+from .ptx import BFLOAT16, Machine, Tile
 
 PIECE, LINE = 16, 128  # bytes that a swizzle moves together, and after which its pattern turns
 
@@ -52,3 +53,41 @@ def test_every_number_of_eight_bits_is_widened(monkeypatch, rows, columns, raw, 
     dequantize._widen_body(code, most, None, *refs)
     tile = found.reshape(-1)[places(rows, columns, wide, 2)]
     np.testing.assert_array_equal(tile.astype(np.float32), numbers.astype(np.float32))
+
+
+class Register(np.ndarray):
+    """A register as a key of a dict, as values of MLIR are."""
+
+    __hash__ = object.__hash__
+
+
+def test_every_bias_of_sixteen_bits_is_marked_where_it_is_infinite(monkeypatch):
+    every = np.arange(2**16, dtype=np.uint16)
+    both = np.concatenate([every, np.roll(every, 1)])  # each in either half of a word
+    machine, bits = Machine(), both.reshape(64, 2048)
+    machine.install(monkeypatch, inline)
+    machine.shape = bits.shape
+    word = lambda x: np.ascontiguousarray(x).view(np.uint32).reshape(len(x))
+    dtypes = {"i32": np.uint32, "f32": np.float32}
+    machine.llvm.bitcast = lambda kind, x: word(x).view(dtypes[kind])
+    constant = lambda value: lambda x: np.full(128, value(x))
+    monkeypatch.setattr(inline, "i32_constant", constant(lambda x: np.uint32(x % 2**32)))
+    monkeypatch.setattr(inline, "f32_constant", constant(np.float32))
+    execute = lambda kind, code, *words: machine._run(kind, list(map(word, words)), code, "")
+    monkeypatch.setattr(
+        inline, "assembly", lambda kind, *given: machine.llvm.bitcast(kind, execute(kind, *given))
+    )
+    bias = Tile.of(bits.view(BFLOAT16))
+    for index in np.ndindex(*bias.registers.shape):
+        bias.registers[index] = bias.registers[index].view(Register)
+    scores = Tile.of(np.resize(np.float32([0.0, 1.0]), bits.shape))
+    found = inline._with_marked_body(0.5, None, scores, bias).values()
+    numbers = bits.view(BFLOAT16).astype(np.float32)
+    finite = np.isfinite(numbers)
+    assert np.isnan(found[~finite]).all()
+    kept = np.where(abs(numbers) < 2.0**-126, 0.0, numbers)[finite]
+    half = np.resize([0.0, 0.5], bits.shape)[finite]
+    exact = half + kept
+    assert (abs(found[finite] - exact) <= 2.0**-22 * (abs(exact) + abs(kept))).all()
+    nothing = (half == 0.0) & (kept == 0.0)
+    assert nothing.any() and not found[finite][nothing].any()
