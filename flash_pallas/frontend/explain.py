@@ -320,7 +320,7 @@ class _Calls:
         self.calls.append(explained(problem, name, override, self.platform or platform))
         if self.one:
             raise _Found
-        if dispatch.is_empty(problem):
+        if problem.is_empty:
             return Plan(problem, XlaBackend())
         return dispatch.planned(problem, XlaBackend())
 
@@ -337,7 +337,7 @@ def explained(
     dispatch.check_name(name)
     there = targeted()
     gpu = None if there is None else there.described
-    if dispatch.is_empty(problem):
+    if problem.is_empty:
         reasons = dict.fromkeys(
             dispatch.BACKENDS, "there is no query or no key, so nothing to compute"
         )

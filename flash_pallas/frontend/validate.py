@@ -50,26 +50,14 @@ class Call:
     queries: Any
     empty_rows: str = "zero"
 
-    @property
-    def is_empty(self) -> bool:
-        """True if there is no query or no key: the answer is known without a backend."""
-        return 0 in (self.problem.batch, self.problem.q_len, self.problem.kv_len)
-
     def empty_result(self):
         """Returns (o, lse, max_logit or None) of an empty call, unfolded: rows without keys."""
-        p, sinks = self.problem, self.operands.sinks
-        rows = (*self.batch_shape, p.q_heads, p.q_len)
-        o = jnp.zeros((*self.batch_shape, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
-        lse_dtype = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
-        none = jnp.full(rows, -jnp.inf, lse_dtype)
-        most = none if p.spec.max_logit else None
-        if sinks is None:
-            return o, none, most
-        lse = jnp.broadcast_to(sinks[..., None], (*sinks.shape, p.q_len))
+        o, lse = self.problem.empty_result(self.operands.sinks)
         within = padding.queries_within(self.operands)
         if within is not None:
             lse = jnp.where(within[:, None], lse, -jnp.inf)
-        return o, lse.reshape(rows), most
+        most = jnp.full_like(lse, -jnp.inf) if self.spec.max_logit else None
+        return self.unfold(o, lse, most)
 
     def with_empty_rows(self, o, lse):
         """Returns o [B, T, N, Hv] with the mean of all values in rows that see no key, if asked to.

@@ -398,7 +398,7 @@ def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> An
     """Computes (o, lse) by ring attention."""
     dispatch.check_name(backend)
     call = validate.canonicalize(q, k, v, arguments)
-    if call.is_empty:
+    if call.problem.is_empty:
         return call.empty_result()[:2]
     plan = Plan(lax.axis_size(axis), q.shape[1], zigzag, call.spec.mask)
     return ring.attend(ring.Ring(axis, plan, call.spec, backend), call.operands)
