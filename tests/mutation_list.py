@@ -925,7 +925,7 @@ SHARED_AND_HOPPER = (
              "jnp.int32(columns)))] > 0", "jnp.int32(columns)))] >= 0",
              "test_hopper_interpreted.py::test_kernels[blocks_listed_64]"),
     Mutation("errors in the caller's words", "frontend/words.py",
-             "self._pattern.sub(lambda found: self.names[found[0]], message)", "message",
+             "self._pattern.sub(lambda found: self.names.get(found[0], found[0]), message)", "message",
              "test_messages.py::test_words_are_those_of_the_caller_and_errors_of_others_stay"),
     Mutation("words of what a user's function calls", "frontend/words.py",
              "and all(x.startswith", "and any(x.startswith",

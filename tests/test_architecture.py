@@ -33,6 +33,7 @@ RANKS = {
     "frontend.explain": 6,
     "frontend.arguments": 4,
     "frontend.words": 5,
+    "frontend.readable": 5,
     "transforms.derivatives": 3,
     "transforms.equations": 4,
     "transforms.any_order": 5,

@@ -64,7 +64,7 @@ class ContextOptions(TypedDict, total=False):
 
 
 class WholeOptions(ContextOptions, total=False):
-    """Those of `context_parallel_attention`."""
+    """Arguments of `context_parallel_attention`, likewise."""
 
     mesh: Required[jax.sharding.Mesh | jax.sharding.AbstractMesh]
     batch_axis: MeshAxes
@@ -72,7 +72,7 @@ class WholeOptions(ContextOptions, total=False):
 
 
 class ShardOptions(ContextOptions, total=False):
-    """Those of `sharded_attention`."""
+    """Arguments of `sharded_attention`, likewise."""
 
     shard_axes: tuple[MeshAxes, MeshAxes] | None
 
