@@ -322,7 +322,7 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     """Computes (o, lse, max_logit or None) of one call."""
     override = validate.check_blocks(blocks)
     call = validate.canonicalize(q, k, v, arguments)
-    if call.is_empty:
+    if call.problem.is_empty:
         dispatch.plan_nothing(call.problem, backend)
         return call.empty_result()
     plan = dispatch.plan(call.problem, backend, (q, k, v), override)

@@ -19,9 +19,9 @@ from .core.decode import QUANTISED, UNBOUNDED
 from .core.ragged import RaggedOperands
 from .core.rope import apply_rope
 from .frontend.arguments import as_int32, check_room, is_computed, known
+from .frontend.readable import readable
 from .frontend.validate_decode import cache_scale
 from .frontend.validate_ragged import RaggedArguments, places_of
-from .frontend.words import readable
 from .typing import AnyArray, Array, Float, Int, Integer, Values
 
 

@@ -259,8 +259,9 @@ def _described(spec: DecodeSpec, operands: DecodeOperands) -> DecodeProblem:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
-    if 0 in (operands.q.shape[0], operands.k.shape[1]):
-        return decode.of_nothing(operands, spec)
+    problem = decode.describe(operands, spec)
+    if problem.is_empty:
+        return problem.empty_result(operands.sinks)
     operands = mesh_axes.spread(operands, mesh_axes.varying(operands))
     call: Callable = partial(_fitted, backend, spec)
     if mesh_axes.mesh_of(operands[:3]) is not None:

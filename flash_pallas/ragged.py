@@ -14,7 +14,6 @@ from jax.custom_batching import custom_vmap
 from .backends.base import Backend
 from .cache import append_packed
 from .core import mesh_axes, ragged, softmax, undifferentiable
-from .core.decode import DecodeOperands, of_nothing
 from .core.problem import Outputs, own_width
 from .core.ragged import RaggedOperands, RaggedSpec
 from .frontend import arguments as checks
@@ -283,11 +282,9 @@ def _with_new(operands: RaggedOperands, a: RaggedArguments, pages, new) -> Ragge
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _attend(backend: Backend, spec: RaggedSpec, operands: RaggedOperands):
-    if operands.q.shape[0] == 0:
-        empty = DecodeOperands(
-            operands.q[None], operands.k, operands.v, kv_lengths=None, q_offset=None
-        )
-        return tuple(x[0] for x in of_nothing(empty, spec.decode))
+    problem = ragged.describe(operands, spec)
+    if problem.is_empty:
+        return problem.empty_result()
     operands = mesh_axes.spread(operands, mesh_axes.varying(operands))
     unit = spec.decode.attention.unit(operands.alibi_slopes is not None)
     if mesh_axes.mesh_of(operands[:3]) is None:

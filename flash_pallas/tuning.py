@@ -120,7 +120,7 @@ def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
     call = validate.canonicalize(q, k, v, arguments)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(call.operands)):
         raise TypeError("autotune runs kernels and takes their time: call it outside of jit")
-    if call.is_empty:
+    if call.problem.is_empty:
         raise ValueError("there is no query or no key, so nothing to time")
     chosen = dispatch.tunable(call.problem, backend)
     name = tables.key(chosen.name, call.problem)

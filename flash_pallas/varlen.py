@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Required, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +36,7 @@ _MOST = np.iinfo(np.int32).max
 class VarlenOptions(TypedDict, total=False):
     """Arguments of `flash_attention_varlen` that do not affect the type of its result."""
 
+    cu_seqlens_q: Required[Int[AnyArray, " documents+1"]]
     cu_seqlens_kv: Int[AnyArray, " documents+1"] | None
     alignment: Alignment | None
     causal: bool
@@ -64,7 +65,6 @@ def flash_attention_varlen(
     k: AnyArray,
     v: AnyArray,
     *,
-    cu_seqlens_q: AnyArray,
     return_lse: Literal[False] = False,
     **options: Unpack[VarlenOptions],
 ) -> Array: ...
@@ -74,7 +74,6 @@ def flash_attention_varlen(
     k: AnyArray,
     v: AnyArray,
     *,
-    cu_seqlens_q: AnyArray,
     return_lse: Literal[True],
     **options: Unpack[VarlenOptions],
 ) -> tuple[Array, Array]: ...
@@ -84,7 +83,6 @@ def flash_attention_varlen(
     k: AnyArray,
     v: AnyArray,
     *,
-    cu_seqlens_q: AnyArray,
     return_lse: bool,
     **options: Unpack[VarlenOptions],
 ) -> Array | tuple[Array, Array]: ...

@@ -422,6 +422,10 @@ def test_words_are_those_of_the_caller_and_errors_of_others_stay():
         == "query (2,), attn_mask[0] is a mask of query"
     )
     assert words.said("q_offset, kv_lengths[1], new_q, x.q") == "q_offset, lengths[1], new_q, x.q"
+    for value in ("'q'", '"q"', "['q', 'mask']", "<function q at 0x7f>"):
+        assert words.said(f"q's mask is {value}: pass q") == (
+            f"query's attn_mask is {value}: pass query"
+        )
 
     def mod(score, b, n, i, j):
         raise ValueError("q is mine")

@@ -315,6 +315,7 @@ def test_no_token_gives_empty_results():
     o, lse, pages = fp.ragged_paged_attention(Q[:0], PAGES, PAGES, return_lse=True, **none, **new)
     assert o.shape == Q[:0].shape and lse.shape == (Q.shape[1], 0)
     np.testing.assert_array_equal(pages[0], PAGES)
+    assert fp.explain(fp.ragged_paged_attention, Q[:0], PAGES, PAGES, **none).backend == "none"
 
 
 @pytest.mark.parametrize("name", BAD)

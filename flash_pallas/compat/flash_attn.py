@@ -6,28 +6,30 @@ ALiBi are aligned at the bottom right: the last query has the position of the la
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..api import flash_attention, flash_attention_with_lse
-from ..cache import KVCache, append_kv, check_fits, gather_pages
-from ..core.decode import PAGE_SIZES, STEP_TOKENS
-from ..core.rope import wide_dtype
-from ..decode import flash_decode
+from ..api import flash_attention
+from ..cache import KVCache, append_kv
 from ..frontend import validate
-from ..frontend.arguments import as_int32, check_room, is_known, known
 from ..frontend.arguments import dropout_rate as checked_rate
 from ..frontend.validate import suggested
 from ..frontend.words import Words
 from ..typing import AnyArray, Array, Float, Int, Integer
 from ..varlen import flash_attention_varlen
+from ._kvcache import (
+    Reading,
+    Rotation,
+    Rows,
+    attend,
+    check_counts,
+    check_together,
+    lengths_of,
+    packed_pages,
+)
 from ._refusal import refuse
-
-Window = tuple[int | None, int | None]
+from ._scores import Scores, Window
 
 NAMES = {
     "dropout_rate": "dropout_p",
@@ -117,7 +119,7 @@ def flash_attn_func(
         (2, 3, 4, 64)
     """
     refuse("return_attn_probs", return_attn_probs, False, NO_PROBABILITIES)
-    scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
+    scores = Scores.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
     _check_ranks(q=q, k=k, v=v)
     offset = jnp.shape(k)[1] - jnp.shape(q)[1]
     options = {"q_offset": offset, "deterministic": deterministic, **scores.options()}
@@ -274,9 +276,9 @@ def flash_attn_varlen_func(
             f"alibi_slopes has shape {jnp.shape(alibi_slopes)}: it must be [heads]; for slopes of "
             "each sequence pad the sequences and call flash_attn_func"
         )
-    scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
+    scores = Scores.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
     if block_table is not None:
-        k, v = _packed((k, v), block_table, cu_seqlens_k)
+        k, v = packed_pages((k, v), block_table, cu_seqlens_k)
     options: dict[str, Any] = {"deterministic": deterministic, **scores.options()}
     with WORDS:
         options |= _dropout(dropout_p, dropout_seed)
@@ -461,19 +463,19 @@ def flash_attn_with_kvcache(
         (2, 1, 4, 64) 1.0
     """
     _check_ranks(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-    _check_together((k, v), cache_seqlens, block_table, cache_batch_idx)
-    scores = _Scores(softmax_scale, causal, _window(window_size), _cap(softcap), alibi_slopes)
-    rows = _Rows(cache_batch_idx, block_table)
-    lengths = _lengths(cache_seqlens, len(q), rows.room(k_cache))
+    check_together((k, v), cache_seqlens, block_table, cache_batch_idx)
+    scores = Scores.of(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    rows = Rows(cache_batch_idx, block_table)
+    lengths = lengths_of(cache_seqlens, len(q), rows.room(k_cache))
     count = jnp.shape(k)[1] if k is not None and jnp.ndim(k) == 4 else 0
-    _check_room(rows.room(k_cache), count, cache_seqlens, cache_leftpad)
+    check_counts(rows.room(k_cache), count, cache_seqlens, cache_leftpad)
     if rotary_cos is not None or rotary_sin is not None:
         if k is None or cache_leftpad is not None:
             raise ValueError(
                 "rotary_cos and rotary_sin are given, which need the new k and v and exclude "
                 "cache_leftpad: rotate q before the call, as flash_pallas.apply_rope does"
             )
-        rotation = _Rotation(rotary_cos, rotary_sin, rotary_interleaved, rows.room(k_cache))
+        rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved, rows.room(k_cache))
         steps = jnp.arange(jnp.shape(q)[1], dtype=jnp.int32)[None]
         local = causal or scores.window != (None, None)
         q = rotation(q, lengths[:, None] + (steps if local else jnp.zeros_like(steps)))
@@ -483,179 +485,11 @@ def flash_attn_with_kvcache(
         with APPEND_WORDS:
             cache = append_kv(cache, k, v, page_table=block_table)
     with CACHE_WORDS:
-        out = _attend_to_cache(q, cache, scores, _Reading(block_table, cache_leftpad, num_splits))
+        out = attend(q, cache, scores, Reading(block_table, cache_leftpad, num_splits))
     out = out if return_softmax_lse else out[:1]
     if k is not None:
         out = (*out, rows.written(k_cache, cache.k), rows.written(v_cache, cache.v))
     return out if len(out) > 1 else out[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scores:
-    """Modifiers of a score, in the terms of this package.
-
-    Attributes:
-        scale: number, None is the default.
-        causal: hides the keys after the query.
-        window: (left, right), None is unbounded.
-        softcap: number or None.
-        slopes: ALiBi's, [N] or [B, N], or None.
-    """
-
-    scale: Any
-    causal: bool
-    window: Window
-    softcap: float | None
-    slopes: Any
-
-    @property
-    def caps_before_alibi(self) -> bool:
-        """True if flash-attn's order on a score shows: its cap comes before ALiBi."""
-        return self.softcap is not None and self.slopes is not None
-
-    def options(self) -> dict[str, Any]:
-        """Returns the arguments of `flash_attention`."""
-        window = None if self.window == (None, None) else self.window
-        found = {"scale": self.scale, "causal": self.causal, "window": window}
-        found["softcap"] = self.softcap
-        if self.caps_before_alibi:
-            return {**found, "score_mod": _alibi(jnp.asarray(self.slopes))}
-        return {**found, "alibi_slopes": self.slopes}
-
-
-def _alibi(slopes):
-    """Returns ALiBi as a score_mod, which comes after the softcap."""
-
-    def score_mod(score, b, n, i, j):
-        slope = slopes[n] if slopes.ndim == 1 else slopes[b, n]
-        distance = jnp.abs(i - j).astype(score.dtype)
-        return score - slope.astype(score.dtype) * distance
-
-    return score_mod
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Place of the sequences in a cache: rows of it, or pages."""
-
-    batch_idx: Any
-    page_table: Any
-
-    def room(self, cache) -> int:
-        """Returns how many keys of one sequence there is room for."""
-        pages = 1 if self.page_table is None else jnp.shape(self.page_table)[1]
-        return jnp.shape(cache)[1] * pages
-
-    def read(self, cache) -> Any:
-        return cache if self.batch_idx is None else jnp.take(cache, self.batch_idx, axis=0)
-
-    def written(self, cache, new) -> Any:
-        return new if self.batch_idx is None else jnp.asarray(cache).at[self.batch_idx].set(new)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reading:
-    """Parts of a cache that are read: pages, first keys, number of splits."""
-
-    page_table: Any
-    starts: Any
-    num_splits: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rotation:
-    """Rotary embedding by tables of cosines and sines [positions, rotary_dim / 2]."""
-
-    cos: Any
-    sin: Any
-    interleaved: bool
-    room: int
-
-    def __post_init__(self):
-        if self.cos is None or self.sin is None or jnp.shape(self.cos) != jnp.shape(self.sin):
-            raise ValueError(
-                "rotary_cos and rotary_sin must be given together, arrays of one shape"
-            )
-        if jnp.ndim(self.cos) != 2 or jnp.shape(self.cos)[0] < self.room:
-            raise ValueError(
-                f"rotary_cos has shape {jnp.shape(self.cos)}: it must be [positions, rotary_dim / "
-                f"2] with a row for each of the {self.room} keys that the cache has room for"
-            )
-
-    def __call__(self, x, positions):
-        """Rotates the first entries of x [B, T, heads, H] by positions [B, T]."""
-        half = jnp.shape(self.cos)[1]
-        if 2 * half > jnp.shape(x)[-1]:
-            raise ValueError(
-                f"rotary_cos has {half} columns, for a rotary_dim of {2 * half}: the head_dim is "
-                f"{jnp.shape(x)[-1]}, give it at most half as many columns"
-            )
-        x = jnp.asarray(x)
-        # Products in float32: bfloat16 has 8 bits.
-        wide = wide_dtype(x.dtype)
-        cos, sin = (
-            jnp.take(table, positions, axis=0, mode="clip").astype(wide)[:, :, None]
-            for table in (self.cos, self.sin)
-        )
-        turned, kept = x[..., : 2 * half].astype(wide), x[..., 2 * half :]
-        if self.interleaved:
-            a, b = turned[..., ::2], turned[..., 1::2]
-        else:
-            a, b = turned[..., :half], turned[..., half:]
-        pair = a * cos - b * sin, a * sin + b * cos
-        if self.interleaved:
-            turned = jnp.stack(pair, axis=-1).reshape(turned.shape)
-        else:
-            turned = jnp.concatenate(pair, axis=-1)
-        return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)
-
-
-def _attend_to_cache(q, cache: Any, scores: _Scores, reading: _Reading):
-    """Returns (o, lse) of queries at the end of a cache."""
-    tokens, lengths = jnp.shape(q)[1], cache.lengths
-    left, right = scores.window
-    sees_all = not scores.causal and (left, right) == (None, None) and scores.slopes is None
-    paged = reading.page_table is not None
-    if (
-        tokens <= STEP_TOKENS
-        and (not paged or cache.k.shape[1] in PAGE_SIZES)
-        and (scores.causal or sees_all or tokens == 1)
-        and not scores.caps_before_alibi
-    ):
-        return flash_decode(
-            q,
-            cache.k,
-            cache.v,
-            kv_lengths=lengths,
-            kv_starts=reading.starts,
-            # From there on a query sees every key; nothing else looks at its position.
-            q_offset=lengths if sees_all else None,
-            window=None if left is None else (left, None),
-            softcap=scores.softcap,
-            alibi_slopes=scores.slopes,
-            scale=scores.scale,
-            num_splits=reading.num_splits or "auto",
-            page_table=reading.page_table,
-            return_lse=True,
-        )
-    refuse(
-        "num_splits",
-        reading.num_splits,
-        0,
-        "only flash_decode splits keys, which runs steps of up to 16 causal queries; leave it 0",
-    )
-    k, v = (gather_pages(x, reading.page_table) if paged else x for x in (cache.k, cache.v))
-    hidden: dict[str, Any] = {}
-    if reading.starts is not None:
-        starts = as_int32("cache_leftpad", reading.starts)[:, None]
-        before = jnp.arange(k.shape[1], dtype=jnp.int32)[None] < starts
-        hidden = {
-            "q_segment_ids": jnp.zeros((len(q), tokens), jnp.int32),
-            "kv_segment_ids": jnp.where(before, -1, 0).astype(jnp.int32),
-        }
-    return flash_attention_with_lse(
-        q, k, v, q_offset=lengths - tokens, kv_lengths=lengths, **scores.options(), **hidden
-    )
 
 
 def _dropout(dropout_p, dropout_seed) -> dict[str, Any]:
@@ -676,109 +510,6 @@ def _check_ranks(**arrays) -> None:
             raise ValueError(
                 f"{name} has shape {shape}: it must be [batch, length, heads, head_dim]{pages}"
             )
-
-
-def _packed(pages, block_table, cu_seqlens_k):
-    """Returns the keys and values of all sequences one after the other, copied from pages.
-
-    They have as many rows as the sequences have keys, where that is known, else as the table has
-    room for.
-    """
-    for name, x in zip("kv", pages, strict=True):
-        if len(shape := tuple(validate.as_array(name, x).shape)) != 4:
-            raise ValueError(
-                f"{name} has shape {shape}: with block_table it must be [num_pages, page_size, "
-                "heads, head_dim]"
-            )
-    table, ends = as_int32("block_table", block_table), as_int32("cu_seqlens_k", cu_seqlens_k)
-    if table.ndim != 2 or ends.shape != (len(table) + 1,):
-        raise ValueError(
-            f"block_table has shape {table.shape} and cu_seqlens_k {ends.shape}: they must be "
-            "[sequences, max_pages] and [sequences + 1]"
-        )
-    size = jnp.shape(pages[0])[1]
-    room = table.shape[1] * size
-    if is_known(cu_seqlens_k):
-        rows = int(known(cu_seqlens_k)[-1])
-        if (longest := np.diff(known(cu_seqlens_k)).max()) > room:
-            raise ValueError(
-                f"cu_seqlens_k has a sequence of {longest} keys: block_table has room for {room} "
-                f"in pages of {size}; give it more columns"
-            )
-    else:
-        rows = len(table) * room
-    row = jnp.arange(rows, dtype=jnp.int32)
-    sequence = jnp.clip(jnp.searchsorted(ends, row, side="right") - 1, 0, len(table) - 1)
-    place = jnp.clip(row - ends[sequence], 0, room - 1)
-    page = table[sequence, place // size]
-    return tuple(jnp.asarray(x)[page, place % size] for x in pages)
-
-
-def _check_together(new, cache_seqlens, block_table, cache_batch_idx):
-    """Raises ValueError for arguments that exclude one another, or of which one is missing."""
-    missing = [x is None for x in new]
-    if any(missing) and not all(missing):
-        raise ValueError(
-            f"{'k' if missing[0] else 'v'} is None and the other is not: new keys need their "
-            "values, pass both or neither"
-        )
-    if not any(missing) and cache_seqlens is None:
-        raise ValueError(
-            "cache_seqlens is None and k is given: pass how many keys each sequence has already"
-        )
-    if block_table is not None and cache_batch_idx is not None:
-        raise ValueError(
-            "block_table and cache_batch_idx are both given: a page table says itself where each "
-            "sequence lies, pass block_table[cache_batch_idx] alone"
-        )
-    if block_table is not None and cache_seqlens is None:
-        raise ValueError(
-            "cache_seqlens is None and block_table is given: pass how many keys each sequence has"
-        )
-
-
-def _check_room(room: int, count: int, cache_seqlens, cache_leftpad):
-    """Raises ValueError for computed numbers that are negative or beyond the room of a cache."""
-    if cache_leftpad is not None:
-        check_room("cache_leftpad", cache_leftpad, room, "the keys that the cache has room for")
-    if cache_seqlens is not None:
-        way_out = "give k_cache and v_cache more rows, or block_table more columns"
-        check_fits(room, count, cache_seqlens, name="cache_seqlens", way_out=way_out)
-
-
-def _lengths(cache_seqlens, batch: int, room: int):
-    """Returns int32[B]: the number of keys of every sequence."""
-    if cache_seqlens is None:
-        return jnp.full((batch,), room, jnp.int32)
-    lengths = as_int32("cache_seqlens", cache_seqlens)
-    if lengths.shape not in ((), (batch,)):
-        raise ValueError(
-            f"cache_seqlens has shape {lengths.shape}: it must be one number or [{batch}], one for "
-            "each sequence of q"
-        )
-    return jnp.broadcast_to(lengths, (batch,))
-
-
-def _window(window_size) -> Window:
-    """Returns (left, right) with None for unbounded, which is negative in flash-attn."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(
-            f"window_size is {window_size!r}: it must be (left, right), where -1 is unbounded"
-        )
-    if any(isinstance(side, jax.core.Tracer) for side in window_size):
-        raise TypeError("window_size is traced, but it must be static: list it in static_argnames")
-    if any(isinstance(side, (float, str)) for side in window_size):
-        raise TypeError(
-            f"window_size is {window_size!r}: it must be (left, right), ints, where -1 or None is "
-            "unbounded"
-        )
-    left, right = (None if side is None or side < 0 else side for side in window_size)
-    return left, right
-
-
-def _cap(softcap: float) -> float | None:
-    """Returns the softcap, None for flash-attn's 0.0."""
-    return None if softcap is None or softcap == 0.0 else softcap
 
 
 def _unpacked(name: str, packed, count: int):

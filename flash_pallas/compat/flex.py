@@ -17,6 +17,7 @@ import numpy as np
 
 from ..api import flash_attention, flash_attention_with_lse, flash_attention_with_max_logit
 from ..frontend import arguments as checks
+from ..frontend import functions
 from ..frontend.validate import suggested
 from ..frontend.words import LONG_NAMES, Words
 from ..typing import AnyArray, Array, Bool, Float, MaskMod, ScoreMod
@@ -223,9 +224,9 @@ def create_block_mask(
     sizes = checks.Sizes(shape[:1], Q_LEN, KV_LEN, shape[1], shape[1], jnp.float32)
     try:
         with WORDS:
-            if (traced := checks.mod("mask_mod", mask_mod, sizes, positions)) is None:
+            if (traced := functions.mod("mask_mod", mask_mod, sizes, positions)) is None:
                 raise TypeError("mask_mod is None: pass noop_mask, or block_mask=None")
-            checks.marks(traced)
+            functions.marks(traced)
     except ValueError as error:
         if error.__cause__ is not None or DENSE in str(error):
             raise  # JAX's own refusal would be the same

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -402,27 +402,12 @@ def make_splash_mha(
     return SplashAttentionKernel(heads, (q_len, kv_len), False, save_residuals, options)
 
 
-@overload
-def make_splash_mqa(
-    mask: _Masks | AnyArray,
-    *,
-    save_residuals: Literal[False] = False,
-    **options: Unpack[_SplashOptions],
-) -> SplashAttentionKernel[Array]: ...
-@overload
-def make_splash_mqa(
-    mask: _Masks | AnyArray,
-    *,
-    save_residuals: Literal[True],
-    **options: Unpack[_SplashOptions],
-) -> SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
-@overload
-def make_splash_mqa(
-    mask: _Masks | AnyArray,
-    *,
-    save_residuals: bool,
-    **options: Unpack[_SplashOptions],
-) -> SplashAttentionKernel[Array] | SplashAttentionKernel[tuple[Array, tuple[Array]]]: ...
+def _typed_as[F](original: F) -> Callable[[Callable[..., Any]], F]:
+    """Returns a decorator that gives a function the overloads of `original`, for type checkers."""
+    return lambda function: cast(F, function)
+
+
+@_typed_as(make_splash_mha)
 def make_splash_mqa(mask: Any, **options: Any) -> SplashAttentionKernel[Any]:
     """Makes the attention kernel of a mask with one key head. The axis of key heads is left out.
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from . import drafts
 from .mask import DraftMask, Mask
-from .problem import AttentionSpec
+from .problem import AttentionSpec, Shapes
 
 MAX_TOKENS = 64  # queries of one sequence: a step, or the proposals of speculative decoding
 # Up to which layers decode new tokens; more of them attend to a contiguous copy of the cache.
@@ -117,37 +117,23 @@ class LowerBound(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeProblem:
+class DecodeProblem(Shapes):
     """Shapes, dtypes and spec of a decode call, from which a backend tells support and tile sizes.
 
     Attributes:
         kv_len: number of keys that a sequence has room for: S, or max_pages * page_size. With
             kv_blocks, number of keys that may be chosen.
         num_pages: number of pages of the cache; None for a contiguous cache.
-        dtype: dtype of q and o.
         kv_dtype: dtype of the cache.
         features: those that are present of "page_table", "sinks", "alibi_slopes", "kv_starts",
             "window_left", "kv_blocks" (heads have page tables of their own), "draft_mask" and
             "page_scales" (the pages of a cache have scales of their own).
     """
 
-    batch: int
-    q_len: int
-    kv_len: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: np.dtype
     kv_dtype: np.dtype
     spec: DecodeSpec
     num_pages: int | None = None
     features: frozenset[str] = frozenset()
-
-    @property
-    def group(self) -> int:
-        """Number of query heads that share one KV head (1 for multi-head attention)."""
-        return self.q_heads // self.kv_heads
 
     @property
     def unit(self) -> float:
@@ -258,16 +244,6 @@ def describe(operands: DecodeOperands, spec: DecodeSpec) -> DecodeProblem:
         num_pages=None if table is None else rows,
         features=frozenset(features),
     )
-
-
-def of_nothing(operands: DecodeOperands, spec: DecodeSpec) -> tuple[Any, Any]:
-    """Returns (o, lse) of no sequences, or of a cache without room: rows that see no key."""
-    p = describe(operands, spec)
-    rows = p.batch, p.q_heads, p.q_len
-    o = jnp.zeros((p.batch, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
-    if operands.sinks is not None:
-        return o, jnp.broadcast_to(operands.sinks[..., None], rows)
-    return o, jnp.full(rows, -jnp.inf, jnp.float64 if p.dtype == jnp.float64 else jnp.float32)
 
 
 class DraftArrays(NamedTuple):

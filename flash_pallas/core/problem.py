@@ -8,6 +8,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .mask import Mask
@@ -124,15 +125,11 @@ EXTRA_GRADS = ("bias", "alibi_slopes", "score_params")
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """Shapes, dtypes and spec of a call, from which a backend tells support, tile sizes and FLOPs.
-
-    Sizes are in jax.nn's letters: q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv].
+class Shapes:
+    """Sizes of a call in jax.nn's letters, q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv].
 
     Attributes:
-        features: the fields of Operands that are present, besides q, k and v.
-        bias_shape, mask_shape: four sizes of these operands, or None.
-        bias_dtype: a numpy dtype, or None.
+        dtype: dtype of q and o.
     """
 
     batch: int
@@ -143,16 +140,46 @@ class Problem:
     head_dim: int
     v_head_dim: int
     dtype: np.dtype
-    spec: AttentionSpec
-    features: frozenset[str] = frozenset()
-    bias_shape: Any = None
-    mask_shape: Any = None
-    bias_dtype: Any = None
 
     @property
     def group(self) -> int:
         """Number of query heads that share one KV head (1 for multi-head attention)."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no query or no key: the answer is known without a backend."""
+        return 0 in (self.batch, self.q_len, self.kv_len)
+
+    def empty_result(self, sinks=None) -> tuple[Any, Any]:
+        """Returns (o [B, T, N, Hv], natural lse [B, N, T]) of rows that see no key.
+
+        Args:
+            sinks: [B, N], natural logits, or None.
+        """
+        rows = self.batch, self.q_heads, self.q_len
+        o = jnp.zeros((self.batch, self.q_len, self.q_heads, self.v_head_dim), self.dtype)
+        if sinks is not None:
+            return o, jnp.broadcast_to(sinks[..., None], rows)
+        wide = jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+        return o, jnp.full(rows, -jnp.inf, wide)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem(Shapes):
+    """Shapes, dtypes and spec of a call, from which a backend tells support, tile sizes and FLOPs.
+
+    Attributes:
+        features: the fields of Operands that are present, besides q, k and v.
+        bias_shape, mask_shape: four sizes of these operands, or None.
+        bias_dtype: a numpy dtype, or None.
+    """
+
+    spec: AttentionSpec
+    features: frozenset[str] = frozenset()
+    bias_shape: Any = None
+    mask_shape: Any = None
+    bias_dtype: Any = None
 
     @property
     def unit(self) -> float:

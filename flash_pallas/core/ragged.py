@@ -79,6 +79,16 @@ class RaggedProblem:
         return self.steps.batch
 
     @property
+    def is_empty(self) -> bool:
+        """True if there is no query, as in `Shapes.is_empty`; there always is a key."""
+        return not self.tokens
+
+    def empty_result(self) -> tuple[Any, Any]:
+        """Returns (o [0, N, Hv], lse [N, 0]) of no query."""
+        none = dataclasses.replace(self.steps, batch=1, q_len=0)
+        return tuple(x[0] for x in none.empty_result())
+
+    @property
     def has_chunks(self) -> bool:
         """False if there is no room for a sequence that is not a step."""
         return self.tokens > self.steps.q_len

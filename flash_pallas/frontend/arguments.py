@@ -7,9 +7,7 @@ import functools
 import itertools
 import math
 import operator
-import os
 import reprlib
-import warnings
 from typing import Any
 
 import jax
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..core import block_mask, dropout, mesh_axes, mods, scores, width
+from ..core import dropout, mesh_axes, width
 from ..core.block_mask import BlockMask
 from ..core.mask import Mask
 
@@ -168,7 +166,13 @@ def offset(q_offset, sizes: Sizes, causal: bool = False):
     """
     if q_offset is None:
         if causal and sizes.q_len == 1 < sizes.kv_len:
-            raise ValueError(one_causal_query(sizes.kv_len))
+            # A decoding step written for another alignment of causal masks.
+            raise ValueError(
+                f"q has one query, k {sizes.kv_len} keys, and causal=True (or window=(.., 0)) "
+                "without q_offset puts the query at position 0, where it sees key 0 alone: pass "
+                f"q_offset={sizes.kv_len - 1} if it is the last token, or q_offset=0 if it is "
+                "meant to be the first; for a cache call flash_decode, or a layer with cache="
+            )
         return 0, None
     if isinstance(q_offset, (jax.Array, np.ndarray)):
         if isinstance(q_offset, np.ndarray) and np.issubdtype(q_offset.dtype, np.integer):
@@ -390,7 +394,7 @@ def mask(value, sizes: Sizes, block_mask: BlockMask | None = None):
     """
     of_blocks = None
     if block_mask is not None and block_mask.mask is not None:
-        of_blocks = _per_query_head(block_mask.mask, sizes)
+        of_blocks = per_query_head(block_mask.mask, sizes)
     if value is None:
         return of_blocks
     value = _array("mask", value, "that broadcasts to [*batch, heads, q_length, kv_length]")
@@ -437,6 +441,30 @@ def check_broadcasts(name: str, x, full: tuple[int, ...]) -> None:
             f"{name} has shape {x.shape}: it must broadcast to [*batch, heads, q_length, "
             f"kv_length], {full}{missing_axes(name, x.shape, full)}"
         )
+
+
+def missing_axes(name: str, shape, full) -> str:
+    """Returns the ways in which axes of 1 make a mask or bias fit, as the end of a message.
+
+    Args:
+        name: name of the argument.
+        shape: shape of the array that does not fit; a layer has put axes of 1 in front.
+        full: [*batch, heads, q_length, kv_length].
+    """
+    few = tuple(shape)
+    if len(few) == len(full):
+        few = few[next((i for i, n in enumerate(few) if n > 1), len(few)) :]
+    labels = (*["batch"] * (len(full) - 3), "heads", "q_length", "kv_length")
+    ways = []
+    for before in itertools.combinations(range(len(full) - 1), max(len(few) - 1, 0)):
+        places = (*before, len(full) - 1)  # what hides nothing by keys is no mask
+        fits = len(few) == len(places) < len(full) and all(
+            n in (1, full[i]) for n, i in zip(few, places, strict=True)
+        )
+        if fits:
+            index = ", ".join(":" if i in places else "None" for i in range(len(full)))
+            ways.append(f"{name}[{index}] if it is [{', '.join(labels[i] for i in places)}]")
+    return f"; add axes, as in {' or '.join(ways[:3])}" if ways else ""
 
 
 def slopes(value, sizes: Sizes):
@@ -496,114 +524,7 @@ def dropout_keys(rate: float, seed, broadcast, sizes: Sizes):
     return jnp.broadcast_to(keys, (sizes.batch, sizes.q_heads))
 
 
-def mod(name: str, function, sizes: Sizes, positions=None) -> mods.Traced | None:
-    """Traces a user's function; None without one.
-
-    `positions` are those of queries and of keys, as `mods.trace` has them.
-    """
-    if function is None:
-        return None
-    if not callable(function):
-        raise TypeError(f"{name} must be a function, got {function!r}")
-    dtype = sizes.score_dtype if name == "score_mod" else None
-    try:
-        shape, wide = (sizes.batch, sizes.q_heads), sizes.dtype == jnp.float64
-        found = mods.trace(function, *shape, dtype, sizes.first, positions, wide)
-    except mods.NotElementwise as error:
-        # JAX's own error, if there is one, shows the line of the user's function.
-        raise ValueError(f"{name} cannot be traced into a kernel: {error}") from error.__cause__
-    return _of_call(found, sizes)
-
-
-def _of_call(traced: mods.Traced, sizes: Sizes) -> mods.Traced:
-    """Repeats what a traced function reads for every batch entry and query head of a call."""
-    entries, full = sizes.batch, (sizes.batch, sizes.q_heads)
-    params = (jnp.broadcast_to(_per_query_head(x, sizes), full) for x in traced.params)
-    vectors = (jnp.broadcast_to(x, (entries, x.shape[1])) for x in traced.vectors)
-    return dataclasses.replace(traced, params=tuple(params), vectors=tuple(vectors))
-
-
-def marks(traced: mods.Traced) -> dict[str, Any]:
-    """Returns a mask_mod's vectors by the names of Operands.
-
-    Raises:
-        ValueError: there are more than two of queries, or of keys.
-    """
-    for side, of in enumerate(("i, the query", "j, the key")):
-        if (count := traced.mod.vectors.count(side)) > len(scores.MARKS[side]):
-            raise ValueError(
-                f"mask_mod looks up {count} values by {of}: at most {len(scores.MARKS[side])}; "
-                "combine them into one array before the call, as in array = 2 * ids + flags"
-            )
-    return dict(zip(scores.marks(traced.mod), traced.vectors, strict=True))
-
-
-def block_lists(a: Arguments, sizes: Sizes):
-    """Checks a block mask and returns its lists, int32[B or 1, N or 1, Q blocks, 2 + M].
-
-    Where the call hides keys by a mask or a mask_mod of its own, no block is whole.
-
-    Raises:
-        TypeError: no BlockMask.
-        ValueError: it does not fit the call.
-    """
-    found = a.block_mask
-    if not isinstance(found, BlockMask):
-        given = (
-            "an array" if is_array(found) else f"{type(found).__module__}.{type(found).__name__}"
-        )
-        raise TypeError(
-            f"block_mask must be a flash_pallas.BlockMask, got {given}: make one by "
-            "BlockMask.from_mask_mod, from_indices or from_dense"
-        )
-    found.check(sizes.q_len, sizes.kv_len, sizes.batch, (sizes.q_heads, sizes.kv_heads))
-    given = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}
-    moved = [name for name, x in given.items() if x is not None and not _is_zero(x)]
-    if moved and found.traced is not None:
-        value = given[moved[0]]
-        raise ValueError(
-            f"{moved[0]} is {'an array' if is_array(value) else value} and block_mask was made "
-            "from a mask_mod, whose positions are those of the arrays. Put the offset into the "
-            "mask_mod, as in lambda b, n, i, j: f(b, n, i + offset, j), and what is causal too"
-        )
-    lists = _per_query_head(found.lists, sizes)
-    if a.mask is None and a.mask_mod is None:
-        return lists
-    return lists.at[..., 0].set(lists[..., 1])
-
-
-def lists_of_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes):
-    """Returns the lists of a mask_mod that reads positions alone, where they pay; or None.
-
-    A block mask of a function counts from 0, so there is none where positions do not.
-    """
-    moved = [x for x in (a.q_offset, a.q_positions, a.kv_positions, a.within) if x is not None]
-    if traced is None or a.block_mask is not None or any(not _is_zero(x) for x in moved):
-        return None
-    lengths = sizes.q_len, sizes.kv_len
-    if traced.params or traced.vectors or not block_mask.is_looked_at(*lengths):
-        return None
-    lists, empty = block_mask.lists_of_positions(traced.mod, *lengths)
-    if empty < block_mask.LEAST_EMPTY:
-        return None
-    if a.mask is not None:  # which may hide keys of any block
-        lists = np.concatenate([lists[..., 1:2], lists[..., 1:]], axis=-1)
-    return jnp.asarray(lists)
-
-
-def with_block_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes) -> mods.Traced | None:
-    """Returns the mask_mod of a call, joined with that of its block mask, each if there is one."""
-    if a.block_mask is None or a.block_mask.traced is None:
-        return traced
-    own = _of_call(a.block_mask.traced, sizes)
-    return own if traced is None else mods.joined(operator.and_, own, traced)
-
-
-def _is_zero(x) -> bool:
-    return isinstance(x, (int, np.integer)) and x == 0
-
-
-def _per_query_head(x, sizes: Sizes):
+def per_query_head(x, sizes: Sizes):
     """Repeats x [B or 1, heads, ...] for the query heads of a group, where it has one per KV head.
 
     One head is for all.
@@ -632,58 +553,6 @@ def _integers(name: str, x, shape):
     if not is_array(x):
         raise TypeError(_no_array(name, f"an array {shape}", x))
     return as_int32(name, x)
-
-
-# --- Suggestions of errors and warnings where an argument looks like a known mistake --------------
-
-MANY_HEADS = 256  # more than any model of note has
-
-
-def missing_axes(name: str, shape, full) -> str:
-    """Returns the ways in which axes of 1 make a mask or bias fit, as the end of a message.
-
-    Args:
-        name: name of the argument.
-        shape: shape of the array that does not fit; a layer has put axes of 1 in front.
-        full: [*batch, heads, q_length, kv_length].
-    """
-    few = tuple(shape)
-    if len(few) == len(full):
-        few = few[next((i for i, n in enumerate(few) if n > 1), len(few)) :]
-    labels = (*["batch"] * (len(full) - 3), "heads", "q_length", "kv_length")
-    ways = []
-    for before in itertools.combinations(range(len(full) - 1), max(len(few) - 1, 0)):
-        places = (*before, len(full) - 1)  # what hides nothing by keys is no mask
-        fits = len(few) == len(places) < len(full) and all(
-            n in (1, full[i]) for n, i in zip(few, places, strict=True)
-        )
-        if fits:
-            index = ", ".join(":" if i in places else "None" for i in range(len(full)))
-            ways.append(f"{name}[{index}] if it is [{', '.join(labels[i] for i in places)}]")
-    return f"; add axes, as in {' or '.join(ways[:3])}" if ways else ""
-
-
-def one_causal_query(kv_len: int) -> str:
-    """Returns the message for a decoding step written for another alignment of causal masks."""
-    return (
-        f"q has one query, k {kv_len} keys, and causal=True (or window=(.., 0)) without q_offset "
-        "puts the query at position 0, where it sees key 0 alone: pass "
-        f"q_offset={kv_len - 1} if it is the last token, or q_offset=0 if it is meant to be the "
-        "first; for a cache call flash_decode, or a layer with cache="
-    )
-
-
-def warn_of_swapped_axes(q, k) -> None:
-    """Warns if [length, heads, head_dim] of q and k look like PyTorch's [heads, length, dim]."""
-    (q_len, q_heads, _), (kv_len, kv_heads, _) = q, k
-    if q_heads == kv_heads > max(MANY_HEADS, 4 * q_len, 4 * kv_len):
-        warnings.warn(
-            f"q has {q_heads} heads and length {q_len}: the layout is [*batch, length, heads, "
-            "head_dim]. If the arrays are [batch, heads, length, head_dim], as in PyTorch, pass "
-            "jnp.swapaxes(x, -3, -2) of each",
-            UserWarning,
-            skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
-        )
 
 
 # --- Static numbers among the arguments of `flash_attention`, checked -----------------------------

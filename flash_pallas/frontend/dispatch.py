@@ -111,13 +111,6 @@ def planned(problem: AnyProblem, chosen: Backend, override: dict[str, Any] | Non
     return Plan(problem, chosen, blocks)
 
 
-def is_empty(problem: AnyProblem) -> bool:
-    """Returns whether there is no query or no key, so that no backend is needed."""
-    if isinstance(problem, RaggedProblem):
-        return False  # none of its sizes is 0
-    return 0 in (problem.batch, problem.q_len, problem.kv_len)
-
-
 def select(problem: AnyProblem, name: str, platform: str | None = None) -> Backend:
     """Returns the backend that runs `problem`.
 

@@ -183,7 +183,7 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     ours = getattr(function, "makes_one_call", None) is function
     # What follows the plan refuses arrays by how a mesh shards them.
     one = ours and jax.sharding.get_abstract_mesh().empty
-    return Explanation(tuple(_calls(function, args, kwargs, ours=ours, one=one)))
+    return Explanation(tuple(_calls_of(function, args, kwargs, ours=ours, one=one)))
 
 
 def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ExplainedCall:
@@ -191,13 +191,13 @@ def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Expla
 
     Integers are passed to the function as they are, so that known lengths are checked.
     """
-    calls = _calls(function, args, kwargs, ours=True, one=True)
+    calls = _calls_of(function, args, kwargs, ours=True, one=True)
     if not calls:
         raise ValueError(f"{function} made no attention call")
     return calls[0]
 
 
-def _calls(
+def _calls_of(
     function: Callable[..., Any], args, kwargs, *, ours: bool, one: bool
 ) -> list[ExplainedCall]:
     """Returns what `explain` says of the calls of a function.
@@ -209,7 +209,7 @@ def _calls(
         ours: whether integers are given to it as they are.
         one: whether the first call is enough.
     """
-    listener = _Calls(_platform((args, kwargs)), one=one)
+    listener = _Explainer(_platform((args, kwargs)), one=one)
     is_abstract = _is_only_shape if ours else lambda x: isinstance(x, _ARRAYS)
     with contextlib.suppress(_Found):
         _trace(function, args, kwargs, listener, is_abstract)
@@ -220,7 +220,11 @@ _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 def _trace(
-    function: Callable[..., Any], args, kwargs, listener: _Calls, is_abstract: Callable[[Any], bool]
+    function: Callable[..., Any],
+    args,
+    kwargs,
+    listener: _Explainer,
+    is_abstract: Callable[[Any], bool],
 ) -> None:
     """Traces function(*args, **kwargs) with the listener.
 
@@ -296,7 +300,7 @@ class _Found(Exception):
     """Ends tracing after the first call."""
 
 
-class _Calls:
+class _Explainer:
     """Explains the calls that it hears, and lets them run on blockwise jnp.
 
     What is traced is not run, and jnp traces in a tenth of the time of a kernel. It takes every
@@ -320,7 +324,7 @@ class _Calls:
         self.calls.append(explained(problem, name, override, self.platform or platform))
         if self.one:
             raise _Found
-        if dispatch.is_empty(problem):
+        if problem.is_empty:
             return Plan(problem, XlaBackend())
         return dispatch.planned(problem, XlaBackend())
 
@@ -337,7 +341,7 @@ def explained(
     dispatch.check_name(name)
     there = targeted()
     gpu = None if there is None else there.described
-    if dispatch.is_empty(problem):
+    if problem.is_empty:
         reasons = dict.fromkeys(
             dispatch.BACKENDS, "there is no query or no key, so nothing to compute"
         )

@@ -12,6 +12,8 @@ import difflib
 import functools
 import inspect
 import math
+import os
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
@@ -20,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import mesh_axes, padding
-from ..core.block_mask import AUTOMATIC_BLOCK
 from ..core.problem import DERIVATIVES, PRECISIONS, AttentionSpec, Operands, Problem, describe
 from ..transforms import sharding
 from . import arguments as checks
+from . import functions
 from .arguments import Arguments
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+MANY_HEADS = 256  # more than any model of note has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,26 +53,14 @@ class Call:
     queries: Any
     empty_rows: str = "zero"
 
-    @property
-    def is_empty(self) -> bool:
-        """True if there is no query or no key: the answer is known without a backend."""
-        return 0 in (self.problem.batch, self.problem.q_len, self.problem.kv_len)
-
     def empty_result(self):
         """Returns (o, lse, max_logit or None) of an empty call, unfolded: rows without keys."""
-        p, sinks = self.problem, self.operands.sinks
-        rows = (*self.batch_shape, p.q_heads, p.q_len)
-        o = jnp.zeros((*self.batch_shape, p.q_len, p.q_heads, p.v_head_dim), p.dtype)
-        lse_dtype = jnp.float64 if p.dtype == jnp.float64 else jnp.float32
-        none = jnp.full(rows, -jnp.inf, lse_dtype)
-        most = none if p.spec.max_logit else None
-        if sinks is None:
-            return o, none, most
-        lse = jnp.broadcast_to(sinks[..., None], (*sinks.shape, p.q_len))
+        o, lse = self.problem.empty_result(self.operands.sinks)
         within = padding.queries_within(self.operands)
         if within is not None:
             lse = jnp.where(within[:, None], lse, -jnp.inf)
-        return o, lse.reshape(rows), most
+        most = jnp.full_like(lse, -jnp.inf) if self.spec.max_logit else None
+        return self.unfold(o, lse, most)
 
     def with_empty_rows(self, o, lse):
         """Returns o [B, T, N, Hv] with the mean of all values in rows that see no key, if asked to.
@@ -144,17 +135,14 @@ def canonicalize(q, k, v, arguments: Arguments) -> Call:
 def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operands):
     """Returns (spec, operands) with everything optional in them."""
     rate = checks.dropout_rate(a.dropout_rate)
-    block_lists = None if a.block_mask is None else checks.block_lists(a, sizes)
-    block_shape = None if a.block_mask is None else a.block_mask.block
-    score_mod = checks.mod("score_mod", a.score_mod, sizes)
     mask, offsets, vectors, positions = _positions(a, sizes)
-    mask_mod = checks.mod("mask_mod", a.mask_mod, sizes, positions)
-    if (own_lists := checks.lists_of_mod(a, mask_mod, sizes)) is not None:
-        block_lists, block_shape = own_lists, AUTOMATIC_BLOCK
-    mask_mod = checks.with_block_mod(a, mask_mod, sizes)
+    spec_of_mods: dict[str, Any] = {}
+    arrays_of_mods: dict[str, Any] = {}
+    if any(x is not None for x in (a.score_mod, a.mask_mod, a.block_mask)):
+        spec_of_mods, arrays_of_mods = functions.of_call(a, sizes, positions)
     q_segments, kv_segments = checks.segments(a.q_segment_ids, a.kv_segment_ids, sizes)
     slopes = checks.slopes(a.alibi_slopes, sizes)
-    reads = slopes is not None or bool(score_mod) or bool(mask_mod)
+    reads = slopes is not None or "score_mod" in spec_of_mods or "mask_mod" in spec_of_mods
     static_offset, traced_offset = offsets
     if mask.is_trivial and not reads and not rate:
         # Nothing reads a position, and one compiled call serves every offset.
@@ -165,13 +153,11 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         q_offset=static_offset,
         softcap=checks.valid_softcap(a.softcap),
         dropout_rate=rate,
-        score_mod=None if score_mod is None else score_mod.mod,
-        mask_mod=None if mask_mod is None else mask_mod.mod,
-        block_shape=block_shape,
         deterministic=checks.flag("deterministic", a.deterministic),
         precision=_precision(a.precision, sizes.dtype),
         differentiable=_differentiable(a.differentiable),
         max_logit=checks.flag("max_logit", a.max_logit),
+        **spec_of_mods,
     )
     q_lengths = checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes)
     first, last = checks.without_padding(vectors["q_first"], vectors["q_last"], q_lengths)
@@ -188,13 +174,10 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         kv_positions=vectors["kv_positions"] if reads or hide else None,
         bias=checks.bias(a.bias, sizes),
         mask=checks.mask(a.mask, sizes, a.block_mask),
-        block_lists=block_lists,
         alibi_slopes=slopes,
         sinks=checks.sinks(a.sinks, sizes),
         dropout_keys=checks.dropout_keys(rate, a.dropout_seed, a.broadcast_dropout, sizes),
-        score_params=() if score_mod is None else score_mod.params,
-        mask_params=() if mask_mod is None else mask_mod.params,
-        **({} if mask_mod is None else checks.marks(mask_mod)),
+        **arrays_of_mods,
     )
 
 
@@ -340,7 +323,20 @@ def check_shapes(q, k, v):
             "or share it between calls with jax.vmap(..., in_axes=(0, None, None))"
         )
     check_sizes(q.shape[-3:], k.shape[-3:], v.shape[-3:])
-    checks.warn_of_swapped_axes(q.shape[-3:], k.shape[-3:])
+    _warn_of_swapped_axes(q.shape[-3:], k.shape[-3:])
+
+
+def _warn_of_swapped_axes(q, k) -> None:
+    """Warns if [length, heads, head_dim] of q and k look like PyTorch's [heads, length, dim]."""
+    (q_len, q_heads, _), (kv_len, kv_heads, _) = q, k
+    if q_heads == kv_heads > max(MANY_HEADS, 4 * q_len, 4 * kv_len):
+        warnings.warn(
+            f"q has {q_heads} heads and length {q_len}: the layout is [*batch, length, heads, "
+            "head_dim]. If the arrays are [batch, heads, length, head_dim], as in PyTorch, pass "
+            "jnp.swapaxes(x, -3, -2) of each",
+            UserWarning,
+            skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
+        )
 
 
 def check_sizes(q, k, v):

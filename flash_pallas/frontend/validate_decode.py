@@ -18,26 +18,32 @@ from .arguments import as_int32
 AUTO = "auto"
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeArguments:
-    """The optional arguments of `flash_decode`, with their defaults; no `backend`, `return_lse`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheArguments:
+    """The optional arguments that `flash_decode` and `ragged_paged_attention` have in common."""
 
-    kv_lengths: Any = None
-    q_offset: Any = None
     window: Any = None
     softcap: Any = None
     sinks: Any = None
     alibi_slopes: Any = None
     scale: Any = None
     num_splits: Any = AUTO
-    page_table: Any = None
     k_scale: Any = None
     v_scale: Any = None
     kv_starts: Any = None
-    kv_blocks: Any = None
-    kv_block_size: Any = None
     v_head_dim: Any = None
     shared_prefix: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeArguments(CacheArguments):
+    """The optional arguments of `flash_decode`, with their defaults; no `backend`, `return_lse`."""
+
+    kv_lengths: Any = None
+    q_offset: Any = None
+    page_table: Any = None
+    kv_blocks: Any = None
+    kv_block_size: Any = None
     draft_mask: Any = None
 
 

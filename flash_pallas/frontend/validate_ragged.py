@@ -14,11 +14,11 @@ from ..core.ragged import RaggedOperands, RaggedSpec
 from . import arguments as checks
 from . import validate, validate_decode
 from .arguments import as_int32
-from .validate_decode import AUTO
+from .validate_decode import CacheArguments
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedArguments:
+class RaggedArguments(CacheArguments):
     """The arguments of `ragged_paged_attention` but for q, the pages and what is new.
 
     Attributes:
@@ -31,17 +31,6 @@ class RaggedArguments:
     cu_q_lens: Any
     num_seqs: Any = None
     step_tokens: Any = 1
-    v_head_dim: Any = None
-    kv_starts: Any = None
-    window: Any = None
-    softcap: Any = None
-    sinks: Any = None
-    alibi_slopes: Any = None
-    scale: Any = None
-    num_splits: Any = AUTO
-    k_scale: Any = None
-    v_scale: Any = None
-    shared_prefix: Any = None
     v_first: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Texts for the caller: errors with the arguments of the function that was called, and caches."""
+"""Errors in the words of the caller: with the arguments of the function that was called."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ import os
 import re
 import traceback
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-
-from .arguments import is_known, known
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 # What calls on behalf of this package: JAX, which traces, and decorators.
@@ -21,13 +16,16 @@ CARRIERS = (str(Path(jax.__file__).parent) + os.sep, contextlib.__file__)
 # Names that are words of prose too. They are arguments where this follows.
 PROSE = frozenset({"bias", "causal", "deterministic", "mask", "scale", "window"})
 AN_ARGUMENT = r"(?=[\[=.:,;)]| is\b| has\b| must\b| and\b| contains\b| [({'\d])"
+# Values as messages show them: strings in quotes, functions and other objects in angle brackets.
+VALUES = r"""(?<!\w)(?:'[^']*'|"[^"]*")(?!\w)|<[A-Za-z][^<>]*>"""
 LONG_NAMES = {"q": "query", "k": "key", "v": "value"}  # of most libraries
 
 
 class Words(contextlib.ContextDecorator):
     """Context, or decorator, in which errors of this package name the caller's own arguments.
 
-    Errors of JAX and of the user's own functions stay as they are.
+    Errors of JAX and of the user's own functions stay as they are, and so do values: a layout that
+    is called 'q' is not the argument of that name.
 
     Attributes:
         names: by the name that an error has, what the caller calls it.
@@ -37,7 +35,7 @@ class Words(contextlib.ContextDecorator):
         self.names = names
         longest_first = sorted(names, key=len, reverse=True)
         ways = (re.escape(x) + (AN_ARGUMENT if x in PROSE else r"(?!\w)") for x in longest_first)
-        self._pattern = re.compile(r"(?<![\w.])(?:" + "|".join(ways) + ")")
+        self._pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(ways)})|{VALUES}")
 
     def __enter__(self) -> Words:
         return self
@@ -49,7 +47,7 @@ class Words(contextlib.ContextDecorator):
 
     def said(self, message: str) -> str:
         """Returns the message with the caller's names."""
-        return self._pattern.sub(lambda found: self.names[found[0]], message)
+        return self._pattern.sub(lambda found: self.names.get(found[0], found[0]), message)
 
 
 def _is_ours(trace) -> bool:
@@ -59,22 +57,3 @@ def _is_ours(trace) -> bool:
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     return files[-1].startswith(PACKAGE) and all(x.startswith((PACKAGE, *CARRIERS)) for x in files)
-
-
-# Arrays of so many numbers at most are shown by their values.
-SHOWN = 16
-
-
-def readable(cache: Any) -> str:
-    """Returns a cache as text: arrays by dtype and shape, lengths by their values."""
-    fields = (f"{name}={_shown(x)}" for name, x in zip(cache._fields, cache, strict=True))
-    return f"{type(cache).__name__}({', '.join(fields)})"
-
-
-def _shown(x) -> str:
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        return repr(x)
-    there = isinstance(x, (np.ndarray, jax.Array)) and is_known(x)
-    if there and x.ndim == 1 and x.size <= SHOWN:
-        return str(known(x).tolist())
-    return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"

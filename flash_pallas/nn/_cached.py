@@ -19,7 +19,8 @@ from ..core.decode import QUANTISED, STEP_TOKENS
 from ..core.integers import round_up
 from ..decode import flash_decode
 from ..frontend.arguments import as_int32, check_room, is_computed, is_known, known
-from ..frontend.words import Words, readable
+from ..frontend.readable import readable
+from ..frontend.words import Words
 from ..typing import AnyArray, Array, Float, Int
 from ._options import CallArguments
 

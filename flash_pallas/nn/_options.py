@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..api import flash_attention
+from ..core import rope
 from ..frontend.arguments import as_int32, band, check_broadcasts
 from ..frontend.validate import as_array
 from ..frontend.words import Words
@@ -103,7 +104,29 @@ def check_inputs(inputs, inputs_kv, features=(None, None)) -> None:
         )
 
 
-def placed(layer, inputs, inputs_kv) -> dict[str, Any]:
+def attend(layer, given: CallArguments, qkv, slopes, sinks, dropout_key):
+    """Computes o [*B, T, N, H] of a call without a cache; rotates first, if the layer does.
+
+    Args:
+        layer: has attention, context_parallel, rope_theta and what `keywords` reads.
+        given: arguments of this call, complete.
+        qkv: queries [*B, T, N, H], and keys and values [*B, S, K, H].
+        slopes: ALiBi slopes, from `alibi`.
+        sinks: the parameter, or None.
+        dropout_key: the dropout key; None without dropout.
+    """
+    query, key, value = qkv
+    given = in_context(layer, given, query.shape[-3])
+    query, key = rope.rotate_query_key(
+        query, key, given.positions, given.kv_positions, layer.rope_theta
+    )
+    options = keywords(layer, given, scores_shape(query, key), slopes, sinks, dropout_key)
+    options |= placed(layer, query.shape[-3], key.shape[-3])
+    with WORDS:
+        return attention(layer)(query, key, value, **options)
+
+
+def placed(layer, q_len: int, kv_len: int) -> dict[str, Any]:
     """Returns the q_offset of a causal layer with fewer queries than keys, as a keyword.
 
     Both count from 0, as in Flax.
@@ -111,7 +134,6 @@ def placed(layer, inputs, inputs_kv) -> dict[str, Any]:
     Raises:
         ValueError: there is a single query, as in a decoding step.
     """
-    q_len, kv_len = inputs.shape[-2], inputs_kv.shape[-2]
     own = layer.attention is flash_attention and layer.context_parallel is None
     right = band(layer.causal, layer.window)[1]
     if not own or q_len >= kv_len or not isinstance(right, int) or right != 0:

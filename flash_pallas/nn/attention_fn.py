@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..api import flash_attention
-from ..frontend.validate import as_array, check_shapes
+from ..frontend.validate import as_array, check_shapes, same_arguments
 from ..frontend.words import LONG_NAMES, Words
 from ..typing import AnyArray, Array, Bool, Float, Precision
 from ._options import scores_shape, truth, with_rank
@@ -114,26 +114,9 @@ def attention_fn(
         )
 
 
+@same_arguments(attention_fn)
 def causal_attention_fn(
-    query: Float[AnyArray, "*B T N H"],
-    key: Float[AnyArray, "*B S K H"],
-    value: Float[AnyArray, "*B S K Hv"],
-    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
-    mask: Bool[AnyArray, "*#B #N #T #S"] | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: DTypeLike | None = None,
-    precision: Precision | None = None,
-    module: None = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: None = None,
-    qk_attn_weights_einsum: None = None,
-    attn_weights_value_einsum: None = None,
-    promote_dtype: Callable[..., Any] | None = None,
-    is_causal: bool = True,
-    input_positions: None = None,
+    query, key, value, *, mask=None, is_causal=False, **options
 ) -> Float[Array, "*B T N Hv"]:
     """Computes a causal `attention_fn`, even if not asked to: linen's modules have no is_causal.
 
@@ -143,27 +126,8 @@ def causal_attention_fn(
     the mask leaves visible. With decode=True, Flax passes only the newest token, and its mask shows
     which part of the cache is filled.
     """
-    return attention_fn(
-        query,
-        key,
-        value,
-        bias=bias,
-        mask=mask,
-        broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        deterministic=deterministic,
-        dtype=dtype,
-        precision=precision,
-        module=module,
-        force_fp32_for_softmax=force_fp32_for_softmax,
-        einsum_dot_general=einsum_dot_general,
-        qk_attn_weights_einsum=qk_attn_weights_einsum,
-        attn_weights_value_einsum=attn_weights_value_einsum,
-        promote_dtype=promote_dtype,
-        is_causal=mask is None or jnp.shape(query)[-3] > 1,
-        input_positions=input_positions,
-    )
+    options["is_causal"] = mask is None or jnp.shape(query)[-3] > 1
+    return attention_fn(query, key, value, mask=mask, **options)
 
 
 _FLAX_DEFAULT = "use Flax's default attention_fn"

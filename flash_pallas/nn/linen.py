@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
-from ..core import rope
 from ..parallel import ContextParallel
 from ..typing import (
     AnyArray,
@@ -209,15 +208,8 @@ class FlashAttention(nn.Module):
             attended, cache = _cached.attend(self, cache, qkv, new, slopes, sinks)
             return out(attended, inputs), cache
         _cached.check_absent(new)
-        given = _options.in_context(self, given, inputs.shape[-2])
-        query, key = rope.rotate_query_key(
-            query, key, given.positions, given.kv_positions, self.rope_theta
-        )
-        full = _options.scores_shape(query, key)
-        options = _options.keywords(self, given, full, slopes, sinks, dropout_key)
-        options |= _options.placed(self, inputs, inputs_kv)
-        with _options.WORDS:
-            attended = _options.attention(self)(query, key, value, **options)
+        qkv = query, key, value
+        attended = _options.attend(self, given, qkv, slopes, sinks, dropout_key)
         return out(attended, inputs)
 
     def _sinks(self):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from ..api import flash_attention
-from ..core import rope
 from ..parallel import ContextParallel
 from ..typing import (
     AnyArray,
@@ -256,15 +255,8 @@ class FlashAttention(nnx.Module):
             attended, cache = _cached.attend(self, cache, qkv, new, self.slopes, sinks)
             return self.out(attended, inputs), cache
         _cached.check_absent(new)
-        given = _options.in_context(self, given, inputs.shape[-2])
-        query, key = rope.rotate_query_key(
-            query, key, given.positions, given.kv_positions, self.rope_theta
-        )
-        full = _options.scores_shape(query, key)
-        options = _options.keywords(self, given, full, self.slopes, sinks, dropout_key)
-        options |= _options.placed(self, inputs, inputs_kv)
-        with _options.WORDS:
-            attended = _options.attention(self)(query, key, value, **options)
+        qkv = query, key, value
+        attended = _options.attend(self, given, qkv, self.slopes, sinks, dropout_key)
         return self.out(attended, inputs)
 
     def set_view(self, deterministic: bool | None = None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, get_args, overload
+from typing import Any, Literal, Required, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ _IDS = ("q_segment_ids", "kv_segment_ids")
 class ContextOptions(TypedDict, total=False):
     """Arguments of both functions that do not affect the type of the result."""
 
+    axis: Required[str | tuple[str, ...]]
     strategy: Strategy
     layout: Layout
     causal: bool
@@ -62,18 +63,28 @@ class ContextOptions(TypedDict, total=False):
     backend: BackendName
 
 
+class WholeOptions(ContextOptions, total=False):
+    """Arguments of `context_parallel_attention`, likewise."""
+
+    mesh: Required[jax.sharding.Mesh | jax.sharding.AbstractMesh]
+    batch_axis: MeshAxes
+    head_axis: MeshAxes
+
+
+class ShardOptions(ContextOptions, total=False):
+    """Arguments of `sharded_attention`, likewise."""
+
+    shard_axes: tuple[MeshAxes, MeshAxes] | None
+
+
 @overload
 def context_parallel_attention(
     q: AnyArray,
     k: AnyArray,
     v: AnyArray,
     *,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    axis: str | tuple[str, ...],
-    batch_axis: MeshAxes = None,
-    head_axis: MeshAxes = None,
     return_lse: Literal[False] = False,
-    **options: Unpack[ContextOptions],
+    **options: Unpack[WholeOptions],
 ) -> Array: ...
 @overload
 def context_parallel_attention(
@@ -81,12 +92,8 @@ def context_parallel_attention(
     k: AnyArray,
     v: AnyArray,
     *,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    axis: str | tuple[str, ...],
-    batch_axis: MeshAxes = None,
-    head_axis: MeshAxes = None,
     return_lse: Literal[True],
-    **options: Unpack[ContextOptions],
+    **options: Unpack[WholeOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def context_parallel_attention(
@@ -94,12 +101,8 @@ def context_parallel_attention(
     k: AnyArray,
     v: AnyArray,
     *,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    axis: str | tuple[str, ...],
-    batch_axis: MeshAxes = None,
-    head_axis: MeshAxes = None,
     return_lse: bool,
-    **options: Unpack[ContextOptions],
+    **options: Unpack[WholeOptions],
 ) -> Array | tuple[Array, Array]: ...
 def context_parallel_attention(
     q: Float[AnyArray, "B T N H"],
@@ -258,10 +261,8 @@ def sharded_attention(
     k: AnyArray,
     v: AnyArray,
     *,
-    axis: str | tuple[str, ...],
-    shard_axes: tuple[MeshAxes, MeshAxes] | None = None,
     return_lse: Literal[False] = False,
-    **options: Unpack[ContextOptions],
+    **options: Unpack[ShardOptions],
 ) -> Array: ...
 @overload
 def sharded_attention(
@@ -269,10 +270,8 @@ def sharded_attention(
     k: AnyArray,
     v: AnyArray,
     *,
-    axis: str | tuple[str, ...],
-    shard_axes: tuple[MeshAxes, MeshAxes] | None = None,
     return_lse: Literal[True],
-    **options: Unpack[ContextOptions],
+    **options: Unpack[ShardOptions],
 ) -> tuple[Array, Array]: ...
 @overload
 def sharded_attention(
@@ -280,10 +279,8 @@ def sharded_attention(
     k: AnyArray,
     v: AnyArray,
     *,
-    axis: str | tuple[str, ...],
-    shard_axes: tuple[MeshAxes, MeshAxes] | None = None,
     return_lse: bool,
-    **options: Unpack[ContextOptions],
+    **options: Unpack[ShardOptions],
 ) -> Array | tuple[Array, Array]: ...
 def sharded_attention(
     q: Float[AnyArray, "B T N H"],
@@ -398,7 +395,7 @@ def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> An
     """Computes (o, lse) by ring attention."""
     dispatch.check_name(backend)
     call = validate.canonicalize(q, k, v, arguments)
-    if call.is_empty:
+    if call.problem.is_empty:
         return call.empty_result()[:2]
     plan = Plan(lax.axis_size(axis), q.shape[1], zigzag, call.spec.mask)
     return ring.attend(ring.Ring(axis, plan, call.spec, backend), call.operands)

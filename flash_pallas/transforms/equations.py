@@ -270,8 +270,8 @@ class Tangents(Equation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradients(Equation):
-    """(do, dlse) -> the gradients of operands; dlse may be None, for 0.
+class OfGradients(Equation):
+    """An equation whose results have the form of gradients.
 
     Attributes:
         wanted: structure of the operands whose gradients are computed.
@@ -283,6 +283,10 @@ class Gradients(Equation):
     def asked(self) -> Operands:
         """The wanted operands, True in the place of an array."""
         return self.wanted.unflatten([True] * self.wanted.num_leaves)
+
+
+class Gradients(OfGradients):
+    """(do, dlse) -> the gradients of operands; dlse may be None, for 0."""
 
     def run(self, saved: Saved, given) -> list[Any]:
         """Computes the gradients."""
@@ -316,20 +320,8 @@ class Gradients(Equation):
         return _bind(equation, (both, (dsaved, dgiven)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Pushed(Equation):
-    """(tangents of the operands, of (do, dlse)) -> the tangents of the gradients of operands.
-
-    Attributes:
-        wanted: structure of the operands whose gradients are computed.
-    """
-
-    wanted: Any
-
-    @property
-    def asked(self) -> Operands:
-        """The wanted operands, True in the place of an array."""
-        return self.wanted.unflatten([True] * self.wanted.num_leaves)
+class Pushed(OfGradients):
+    """(tangents of the operands, of (do, dlse)) -> the tangents of the gradients of operands."""
 
     def run(self, saved: SavedBoth, given) -> list[Any]:
         """Computes the tangents by kernels: those of O and of the log-sum-exp first."""
