@@ -130,8 +130,9 @@ def logits(
     tile = placed(tile, inputs)
     x, scale, uncapped = qk, spec.scale, None
     added = any(x is not None for x in (inputs.bias, inputs.slope, inputs.falls))
-    relative = relative and inputs.bias is not None and (spec.softcap or 0.0) >= 1.0
-    of_cap = lambda x: x * (1.0 / spec.softcap) if relative else x
+    cap = spec.softcap if relative and inputs.bias is not None else None
+    unit = 1.0 if cap is None or cap < 1.0 else 1.0 / cap
+    of_cap = lambda x: x if unit == 1.0 else x * unit
     if added:
         x, scale = x * of_cap(scale), 1.0
     if inputs.bias is not None:
@@ -144,7 +145,7 @@ def logits(
         uncapped = x  # softcap and score_mod would make a number of -inf
     pull = lambda d: (d, ())
     if spec.softcap is not None:
-        x = tile.tanh(x if relative else x * (scale / spec.softcap))
+        x = tile.tanh(x if unit != 1.0 else x * (scale / spec.softcap))
         scale, pull = spec.softcap, _through_tanh(x)
     if not spec.score_modifiers - {"softcap"}:
         x = x if uncapped is None else tile.with_infinite(uncapped, x)
