@@ -504,7 +504,7 @@ FEATURES = (
     _small("bias_causal_offset", bias="1NTS", causal=True, q_offset=-20),
     _small("bias_infinite", bias="B1TS-inf"),
     _small("bias_infinite_softcap", bias="1NTS-causal", softcap=3.0, max_logit=True, **_SQUARE),
-    _small("bias_infinite_score_mod", bias="BNTS-rows", score_mod="per_entry", dtype="bfloat16"),
+    _small("bias_infinite_score_mod", bias="BNTS-rows", score_mod="falling", dtype="bfloat16"),
     _small("bias_infinite_both", bias="B1TS-inf", softcap=3.0, score_mod="square", sinks=True),
     _small("bias_lengths", bias="BNTS", q_lengths=(51, 70), kv_lengths=(83, 50), poison=True),
     _small("bias_shared_lengths", bias="1NTS", q_lengths=(51, 40), kv_lengths=(23, 50),

@@ -52,12 +52,18 @@ def _hiding(x, c, b, n, i, j):
     return np.where(hidden, -1e9, x * c), np.where(hidden, 0.0, c), np.where(hidden, 0.0, x)
 
 
+def _falling(x, c, b, n, i, j):
+    below = 1.0 + (0.125 * c * x) ** 2
+    return x / below, (2.0 - below) / below**2, -0.03125 * c * x**3 / below**2
+
+
 # As tests/mods.py has them for the package.
 MODS = {
     "relative": Mod("N", _relative),
     "square": Mod("", _square),
     "per_entry": Mod("BN", _per_entry),
     "hiding": Mod("N", _hiding),
+    "falling": Mod("", _falling),
 }
 
 

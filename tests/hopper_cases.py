@@ -106,7 +106,7 @@ MODIFIERS = (
     _small("bias_split", bias="1NTS", deterministic=True, N=1),
     _small("bias_padded", bias="B1TS", segments="padded", poison=True, N=1, **_SQUARE),
     _small("bias_infinite_softcap", bias="1NTS-causal", softcap=3.0, N=1, **_SQUARE),
-    _small("bias_infinite_score_mod", bias="1NTS-rows", score_mod="per_entry", N=1),
+    _small("bias_infinite_score_mod", bias="1NTS-rows", score_mod="falling", N=1),
     _small("bias_infinite_both_128", bias="11TS-inf", softcap=3.0, score_mod="square", H=128, N=1),
     _small("bias_infinite_keys", bias="B11S-inf", softcap=30.0, score_mod="relative", N=1, B=2,
            sinks=True),

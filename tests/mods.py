@@ -61,11 +61,22 @@ def _hiding(per_head):
     return score_mod
 
 
+def _falling(strength):
+    """Returns a quotient, whose denominator's derivative matters too; of -inf it makes NaN."""
+
+    def score_mod(score, b, n, i, j):
+        factor = 0.125 * strength.astype(score.dtype)
+        return score / (1.0 + factor * factor * score * score)
+
+    return score_mod
+
+
 SCORE_MODS = {
     "relative": ScoreMod("N", _relative),
     "square": ScoreMod("", _square),
     "per_entry": ScoreMod("BN", _per_entry),
     "hiding": ScoreMod("N", _hiding),
+    "falling": ScoreMod("", _falling),
 }
 
 

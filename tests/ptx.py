@@ -374,6 +374,13 @@ def _flushed(x, y, z):
         return flush((x * y + z).astype(np.float32)).view(np.uint32)
 
 
+def _quotient(x, y):
+    """Returns div.full.ftz.f32, here rounded to the nearest."""
+    flush = lambda a: np.where(np.abs(a) < np.float32(2.0**-126), a * np.float32(0.0), a)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return flush(flush(x.view(np.float32)) / flush(y.view(np.float32))).view(np.uint32)
+
+
 def _difference(dtype):
     """Returns sub of two halves."""
 
@@ -396,6 +403,7 @@ _OPERATIONS = {
     "sub.bf16x2": _difference(BFLOAT16),
     "sub.f16x2": _difference(np.dtype(np.float16)),
     "fma.rn.ftz.f32": _flushed,
+    "div.full.ftz.f32": _quotient,
     "fma.rn.bf16x2": _fused(BFLOAT16),
     "fma.rn.f16x2": _fused(np.dtype(np.float16)),
 }

@@ -61,12 +61,11 @@ class Register(np.ndarray):
     __hash__ = object.__hash__
 
 
-def test_every_bias_of_sixteen_bits_is_marked_where_it_is_infinite(monkeypatch):
-    every = np.arange(2**16, dtype=np.uint16)
-    both = np.concatenate([every, np.roll(every, 1)])  # each in either half of a word
-    machine, bits = Machine(), both.reshape(64, 2048)
+@pytest.fixture(name="registers")
+def _registers(monkeypatch) -> Machine:
+    """Returns a machine that runs what `inline` does to registers, one number per thread."""
+    machine = Machine()
     machine.install(monkeypatch, inline)
-    machine.shape = bits.shape
     word = lambda x: np.ascontiguousarray(x).view(np.uint32).reshape(len(x))
     dtypes = {"i32": np.uint32, "f32": np.float32}
     machine.llvm.bitcast = lambda kind, x: word(x).view(dtypes[kind])
@@ -77,6 +76,26 @@ def test_every_bias_of_sixteen_bits_is_marked_where_it_is_infinite(monkeypatch):
     monkeypatch.setattr(
         inline, "assembly", lambda kind, *given: machine.llvm.bitcast(kind, execute(kind, *given))
     )
+    return machine
+
+
+def test_quotients_are_those_of_numbers_that_are_not_tiny(registers):
+    registers.shape = 64, 128
+    x, y = np.random.default_rng(0).normal(size=(2, 64, 128)).astype(np.float32)
+    y[0, :8] = 0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, 2e-38, 1e-39
+    x[0, 5:9] = 1e3, 0.5, 0.0, 1e-39
+    found = inline._quotient_body(None, Tile.of(x), Tile.of(y)).values()
+    with np.errstate(divide="ignore"):
+        exact = (x.astype(np.float64) / y).astype(np.float32)
+    exact[0, 7:9] = np.nan, 0.0  # 0 / 0, as what is below 2^-126 is 0, and 0 / y
+    np.testing.assert_allclose(found, exact, rtol=2.5e-7)
+
+
+def test_every_bias_of_sixteen_bits_is_marked_where_it_is_infinite(registers):
+    every = np.arange(2**16, dtype=np.uint16)
+    both = np.concatenate([every, np.roll(every, 1)])  # each in either half of a word
+    bits = both.reshape(64, 2048)
+    registers.shape = bits.shape
     bias = Tile.of(bits.view(BFLOAT16))
     for index in np.ndindex(*bias.registers.shape):
         bias.registers[index] = bias.registers[index].view(Register)

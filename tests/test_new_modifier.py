@@ -42,13 +42,22 @@ CALLS = {
     "hopper": on(HopperBackend(interpret=True, num_sms=2)),
     "portable": on(PortableBackend(interpret=True)),
 }
+keys = jax.random.split(jax.random.key(0), 5)
+x = [jax.random.normal(key, (1, 128, 2, 64), jnp.bfloat16) for key in keys[:4]]
+bias = jax.random.normal(keys[4], (1, 1, 1, 128), jnp.bfloat16)
+bias = jnp.where(jnp.arange(128) % 3 == 1, -jnp.inf, bias)  # -inf hides, whatever comes after it
 CASES = {
-    "xla": ({"causal": True}, {"softcap": 2.0}, {"dropout_rate": 0.3, "dropout_seed": 1}),
-    "hopper": ({"softcap": 2.0, "causal": True, "dropout_rate": 0.3, "dropout_seed": 1},),
-    "portable": ({"softcap": 2.0, "causal": True},),
+    "xla": (
+        {"causal": True},
+        {"softcap": 2.0, "bias": bias},
+        {"dropout_rate": 0.3, "dropout_seed": 1},
+    ),
+    "hopper": (
+        {"softcap": 2.0, "causal": True, "dropout_rate": 0.3, "dropout_seed": 1},
+        {"softcap": 2.0, "bias": bias},
+    ),
+    "portable": ({"softcap": 2.0, "causal": True, "bias": bias},),
 }
-keys = jax.random.split(jax.random.key(0), 4)
-x = [jax.random.normal(key, (1, 128, 2, 64), jnp.bfloat16) for key in keys]
 oracle = lambda *qkv, **a: reference.attention(*qkv, **a)[0]
 for name, call in CALLS.items():
     for arguments in CASES[name]:

@@ -71,6 +71,19 @@ def test_gradient(name):
     np.testing.assert_allclose(found, pull(_x(), _x() + 1.0), rtol=5e-6, atol=5e-6)
 
 
+@pytest.mark.parametrize(("name", "count"), [("tanh", 1), ("logistic", 1), ("rem", 1), ("gelu", 1)])
+def test_divisions_of_stand_ins_are_the_kernels_own(name, count):
+    shapes = []
+
+    def divide(x, y):
+        shapes.append((x.shape, y.shape))
+        return x / y
+
+    found = stand_ins.call(FUNCTIONS[name], SHAPE, _x(), divide=divide)
+    np.testing.assert_allclose(found, FUNCTIONS[name](_x()), rtol=2e-6, atol=1e-6)
+    assert shapes == [(SHAPE, SHAPE)] * count
+
+
 def test_integers():
     i = jnp.arange(128, dtype=jnp.int32).reshape(SHAPE) - 40
     function = lambda i: ~(i // 7) + i % 5 - lax.rem(i, jnp.int32(9))

@@ -68,6 +68,11 @@ class AttentionSpec:
         """Names of the modifiers that change the values of scores, by any function."""
         return self.modifiers - {"mask_mod", "dropout_rate"}
 
+    @functools.cached_property
+    def only_caps(self) -> bool:
+        """True if a softcap is all that changes the values of scores."""
+        return self.score_modifiers == {"softcap"}
+
     def unit(self, added: bool) -> float:
         """Returns the factor from logits as `scores.Logits` has them to natural ones.
 

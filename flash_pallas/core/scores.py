@@ -153,14 +153,13 @@ def logits(
     params = tuple(_spread(tile, p) for p in inputs.score_params)
     x = x if scale == 1.0 else x * scale
     score_mod = spec.score_mod
-    if score_mod is None:
-        return Logits(x, LOG2E, pull)
-    mod = lambda x, params: score_mod(tile, params, x)
-    pull = _through_mod(functools.partial(_mod_pull, tile, mod, x, params), pull)
-    found = tile.call(mod, x, params)
+    if score_mod is not None:
+        mod = lambda x, params: score_mod(tile, params, x)
+        pull = _through_mod(functools.partial(_mod_pull, tile, mod, x, params), pull)
+        x = tile.call(mod, x, params)
     if uncapped is not None:
-        found = lax.select(uncapped == -math.inf, uncapped, found)
-    return Logits(found, LOG2E, pull)
+        x = lax.select(uncapped == -math.inf, uncapped, x)
+    return Logits(x, LOG2E, pull)
 
 
 def _through_tanh(tanh):

@@ -320,6 +320,25 @@ def numbers(tile, interpret: bool):
     return run(tile)
 
 
+def _quotient_body(_, x, y):
+    registers, code = x.registers.copy(), "div.full.ftz.f32 $0, $1, $2;"
+    for index in np.ndindex(*registers.shape):
+        terms = [(at(registers[index], e), at(y.registers[index], e)) for e in (0, 1)]
+        registers[index] = pair(*(assembly(ir.F32Type.get(), code, *each) for each in terms))
+    return fragmented(registers, x.layout)
+
+
+def quotient(x, y):
+    """Computes x / y of two f32 tiles, right to 2 ulp, except that numbers below 2^-126 are 0.
+
+    The division that Pallas lowers to scales denominators and quotients as small as these: 9
+    instructions, here 6.
+    """
+    tile = plgpu.ShapeDtypeStruct(x.shape, x.dtype, WGMMA)
+    x, y = (plgpu.layout_cast(z, WGMMA) for z in (x, y))  # one of them may be a scalar's
+    return plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=tile)(_quotient_body)(x, y)
+
+
 def _lane_sums_body(_, tile):
     out_shape = (tile.shape[0], LANE_COLS)
     parts = {}

@@ -71,7 +71,7 @@ class Maxima(NamedTuple):
 def far_of(spec: AttentionSpec, dtype) -> float:
     """Returns core.softmax.far; 0 where no logit can be so large, as all are capped at less."""
     far = softmax.far(dtype)
-    if spec.softcap is None or spec.score_modifiers != {"softcap"}:
+    if spec.softcap is None or not spec.only_caps:
         return far
     return far if spec.softcap * softmax.LOG2E > far else 0.0
 

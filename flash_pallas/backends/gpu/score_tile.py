@@ -43,7 +43,8 @@ class RegisterTile(Tile):
 
     def call(self, function: Callable, *args):
         """Calls function(*args), in primitives that can be lowered."""
-        return stand_ins.call(function, self.shape, *args)
+        divide = lax.div if self.interpret else inline.quotient
+        return stand_ins.call(function, self.shape, *args, divide=divide)
 
     def tanh(self, x):
         """Computes tanh; if `precise` accurate to 1.7e-7 (trial_tanh.txt at 20374d8)."""
@@ -145,7 +146,7 @@ def with_bias(problem: Problem, inputs: TileInputs, bias, again: Callable, some=
     """
     if not problem.spec.score_modifiers:
         return inputs._replace(bias=bias.astype(jnp.float32))
-    if problem.bias_shape[2:] == (1, 1) or problem.spec.score_mod is None:
+    if problem.bias_shape[2:] == (1, 1) or problem.spec.only_caps:
         return inputs._replace(bias=bias)
 
     def found(interpret: bool):
@@ -227,11 +228,10 @@ def marks_hidden(problem: Problem) -> bool:
     because delta is NaN then.
     """
     spec = problem.spec
-    return bool(
-        problem.bias_shape is not None
-        and spec.score_modifiers
-        and (spec.score_mod is None or spec.score_mod.keeps_nan)
-    )
+    if problem.bias_shape is None or spec.only_caps:
+        return problem.bias_shape is not None
+    modifies = spec.score_mod is not None and spec.score_modifiers <= {"softcap", "score_mod"}
+    return modifies and spec.score_mod.keeps_nan
 
 
 def weights(
@@ -275,7 +275,7 @@ def weights(
         if "q_lengths" in problem.features or problem.q_len % tile.shape[tile.q_axis]:
             p = jnp.where(rows < EMPTY_ROW / 2, p, 0.0)
         if spec.score_modifiers:
-            capped = pull if spec.score_mod is None else None
+            capped = pull if spec.only_caps else None
             pull = _zero_where_hidden(p, pull, marked)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
     return Weights(p, kept, pull, marked, tile.interpret, capped)

@@ -9,6 +9,7 @@ replaced by others.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -26,8 +27,15 @@ nextafter polygamma population_count reduce_precision regularized_incomplete_bet
 UNSUPPORTED = frozenset(_UNSUPPORTED_NAMES.split())
 
 
-def call(function: Callable, shape: tuple[int, ...], *args):
-    """Calls function(*args), whose elementwise primitives work on tiles of `shape`."""
+def call(function: Callable, shape: tuple[int, ...], *args, divide: Callable = lax.div):
+    """Calls function(*args), whose elementwise primitives work on tiles of `shape`.
+
+    Args:
+        function: what is called.
+        shape: that of the tiles.
+        *args: tiles and scalars.
+        divide: the division of two float32 tiles.
+    """
     closed, form = jax.make_jaxpr(function, return_shape=True)(*args)
     tape, inputs = Tape(), jax.tree.leaves(args)
     names = [object() for _ in inputs]
@@ -38,14 +46,16 @@ def call(function: Callable, shape: tuple[int, ...], *args):
         given = [read(x) for x in operands]
         if primitive.name in ELEMENTWISE or primitive.name == "broadcast_in_dim":
             given = [fill(x, shape) for x in given]
-        values.update(zip(made, bind(primitive, params, given), strict=True))
+        values.update(zip(made, bind(primitive, params, given, shape, divide), strict=True))
     return jax.tree.unflatten(jax.tree.structure(form), [read(x) for x in results])
 
 
-def bind(primitive, params: dict, operands: list) -> list:
-    """Returns the results of a primitive, or of its stand-in."""
+def bind(primitive, params: dict, operands: list, shape, divide: Callable) -> list:
+    """Returns the results of a primitive, or of its stand-in, whose primitives are bound so too."""
+    if primitive.name == "div" and operands[0].dtype == jnp.float32:
+        return [divide(*operands)]
     if stand_in := STAND_INS.get(primitive.name):
-        found = stand_in(*operands, **params)
+        found = call(functools.partial(stand_in, **params), shape, *operands, divide=divide)
         if found is not None:
             return [found]
     if params.get("sharding") is not None:  # of arrays on a mesh; Mosaic GPU takes none

@@ -133,7 +133,7 @@ def is_bounded(plan: ForwardPlan) -> bool:
     return (
         spec.softcap is not None
         and spec.softcap * softmax.LOG2E <= MOST_BOUNDED
-        and spec.score_modifiers == {"softcap"}
+        and spec.only_caps
         and not spec.max_logit
         and plan.problem.dtype == jnp.bfloat16
     )
