@@ -230,8 +230,9 @@ def marks_hidden(problem: Problem) -> bool:
     spec = problem.spec
     if problem.bias_shape is None or spec.only_caps:
         return problem.bias_shape is not None
-    modifies = spec.score_mod is not None and spec.score_modifiers <= {"softcap", "score_mod"}
-    return modifies and spec.score_mod.keeps_nan
+    mod = spec.score_mod
+    no_others = spec.score_modifiers <= {"softcap", "score_mod"}
+    return mod is not None and no_others and mod.keeps_nan
 
 
 def weights(
