@@ -184,16 +184,17 @@ def launched(
         ends=None if packed is None else packed.ends,
     )
     out = plan.result_shapes(None if packed is None else packed.tokens)
-    rows = {"batch": problem.batch}, {"split": blocks.num_splits}
-    # Keys that begin anywhere may lie in one block more, the first split's. The two CTAs of an SM
-    # are of one split where splits are inside: of 65 blocks all SMs of the first one read 66.
-    outer, inner = rows[::-1] if "kv_starts" in problem.features else rows
     run = launch(
         DecodeKernel(plan),
         out=tuple(out),
         scratch=plan.scratch(gmem.k, gmem.v),
         # Heads before splits: what runs at one time reads all heads of a key, which are neighbours.
-        grid=outer | inner | {"head": problem.kv_heads, "tile": row_tiles(problem)},
+        grid={
+            "batch": problem.batch,
+            "split": blocks.num_splits,
+            "head": problem.kv_heads,
+            "tile": row_tiles(problem),
+        },
         threads=plan.parts + 1,
         name="flash_pallas_decode",
         interpret=plan.interpret,
