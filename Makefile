@@ -66,7 +66,7 @@ demo:
 
 compile-check:
 	@VENV=$(VENV)-cuda bash .ci/setup compile
-	$(VENV)-cuda/bin/python -m pytest -q -m compile tests/compile_check
+	$(VENV)-cuda/bin/python -m pytest -q -m compile tests/compile_check tests/test_runtime.py
 	$(VENV)-cuda/bin/python -m tests.compile_check $(if $(PART),--part $(PART))
 	$(VENV)-cuda/bin/python -m tests.compile_check --target a100 --only "64 bfloat16 full" "64 bfloat16 causal" "128 bfloat16 full" "128 bfloat16 causal"
 	$(VENV)-cuda/bin/python -m tests.compile_check --target rtx5090 --only "128 bfloat16 causal"
@@ -139,7 +139,7 @@ coverage-gpu:
 coverage-check:
 	@$(SETUP) dev
 	$(PY) -m flash_pallas.coverage --check benchmarks/results/gpu_coverage.json
-	$(PY) -m pytest -q tests/gpu_results.py
+	$(PY) -m pytest -q tests/test_gpu_results.py tests/gpu_results.py
 
 fuzz-gpu:
 	@$(SETUP) dev cuda13

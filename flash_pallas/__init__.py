@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from ._lazy import module_of
+from ._runtime import name_library
 from ._version import __version__ as __version__
 from .api import dot_product_attention as dot_product_attention
 from .api import flash_attention as flash_attention
@@ -58,6 +59,8 @@ if TYPE_CHECKING:  # type checkers import them, and so find names that do not ex
     from . import parallel as parallel
     from . import reference as reference
     from . import typing as typing
+
+name_library()
 
 _MODULES = ("compat", "conformance", "integrations", "nn", "parallel", "reference", "typing")
 _GONE = {

@@ -183,7 +183,10 @@ def of_backward(d: Dense, f: Forward, b: Backward, do, unit: Unit) -> dict[str, 
     norm = lambda x: np.sqrt(np.square(x).sum(-1))
     dp, gain = np.matmul(do, v.swapaxes(2, 3)), _gain(d)
     # One error of delta is that of a whole row: O was saved in its dtype, and so were its weights.
+    # What is more, the forward's own logits and products were not exact.
     row = (np.square(do) * (np.square(unit.rounded * f.o) + unit.smallest**2)).sum(-1)
+    row += (np.square(f.w * dp) * (unit.product**2 + x * x)).sum(-1)
+    row += np.square((do * f.o).sum(-1)) * np.square(f.w * x).sum(-1)
     row = np.sqrt(row + (np.square(dp) * _of_least(d, f, unit)).sum(-1))
     row = row + 4.0 * unit.single * (norm(do) * norm(f.o) + np.abs(b.delta))
     size = norm(do)[..., None] * norm(v)[:, :, None]

@@ -16,6 +16,7 @@ RANKS = {
     "typing": -1,
     "_version": 0,
     "_lazy": 0,
+    "_runtime": 0,
     "core": 0,
     "devices": 0,
     "reference": 1,

@@ -167,6 +167,29 @@ def test_what_changes_of_weights_round_is_right():
         assert not gpu_fuzz.difference(x, exact[name], limits[name])[1], name
 
 
+def test_products_in_parts_are_right_where_delta_cancels():
+    """A sink takes nearly all of a row's weight, and dlse nearly all of delta."""
+    rng = np.random.default_rng(8)
+    d = dataclasses.replace(problem(), scale=3.0, sinks=np.array([[3.0, 3.0]]))
+    d.seen = d.seen & (np.arange(300) < 2)
+    f, do = dense_reference.forward(d), rng.standard_normal((1, 7, 2, 8))
+    cancels = (f.o * do.swapaxes(1, 2)).sum(-1)
+    right = dense_reference.backward(d, f, do, cancels)
+    limits = rounding_bounds.of_backward(d, f, right, do, Unit.of("float32", kernels=True))
+    half = lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float64)
+    q, k = d.q.swapaxes(1, 2), np.repeat(d.k, 2, 2).transpose(0, 2, 3, 1)
+    large, small = (half(x) for x in (q, k)), (half(x - half(x)) for x in (q, k))
+    (a, b), (c, e) = large, small
+    x = np.where(d.seen, 3.0 * (a @ b + a @ e + c @ b), -np.inf)
+    weights = np.exp(x)
+    total = weights.sum(-1, keepdims=True) + np.exp(3.0)
+    o = weights @ d.v.swapaxes(1, 2) / total
+    delta = (o * do.swapaxes(1, 2)).sum(-1) - cancels
+    found = -(np.exp(3.0) / total[..., 0] * delta).sum(-1)
+    assert abs(found / right.gradients["dsinks"] - 1.0).max() > 1e-3
+    assert not gpu_fuzz.difference(found, right.gradients["dsinks"], limits["dsinks"])[1]
+
+
 def test_products_in_parts_are_right_next_to_a_bias_that_hides_keys():
     d = problem(bias=np.where(np.arange(300) % 3 == 0, -1e10, 0.0)[None, None, None])
     d = dataclasses.replace(d, scale=3.0, rounded=True)
