@@ -213,7 +213,7 @@ WINDOW_ARRAY = Variant(
     visible=functools.partial(_window_share, 1023),
 )
 SOFTCAP = Variant("causal, softcap 50", (*_CAUSAL, ("softcap", 50.0)))
-# Its speed depends on the logits (backends/gpu/softcap.py): here every step has large ones.
+# Its speed depends on the logits (backends/gpu/ptx/softcap.py): here every step has large ones.
 SOFTCAP_LARGE = Variant(
     "causal, softcap 50, scale 1", (*_CAUSAL, ("softcap", 50.0), ("scale", 1.0))
 )

@@ -44,7 +44,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flash_pallas.backends.gpu import inline
+from flash_pallas.backends.gpu.ptx import inline
 
 from . import interpreter_callbacks as callbacks
 from .interpreter_races import RaceLog, WatchedCondition, reset_monitor

@@ -17,8 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flash_pallas.backends.gpu import inline
-from flash_pallas.backends.gpu.inline import WGMMA
+from flash_pallas.backends.gpu.ptx import inline
+from flash_pallas.backends.gpu.ptx.inline import WGMMA
 
 THREADS, WARP = 128, 32
 SHARED, GLOBAL = 1 << 10, 1 << 40  # where the first array lies

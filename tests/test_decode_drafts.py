@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flash_pallas as fp
-from flash_pallas.backends.gpu import draft_bits
+from flash_pallas.backends.gpu.ptx import draft_bits
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
 from flash_pallas.backends.xla import XlaBackend

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.backends.gpu import inline
+from flash_pallas.backends.gpu.ptx import infinities, inline, modifiers
 from flash_pallas.backends.hopper.decode import dequantize
 
 from .ptx import BFLOAT16, Machine, Tile
@@ -63,19 +63,21 @@ class Register(np.ndarray):
 
 @pytest.fixture(name="registers")
 def _registers(monkeypatch) -> Machine:
-    """Returns a machine that runs what `inline` does to registers, one number per thread."""
-    machine = Machine()
-    machine.install(monkeypatch, inline)
+    """Returns a machine that runs what is done to registers, one number per thread."""
+    machine, modules = Machine(), (infinities, inline, modifiers)
+    machine.install(monkeypatch, *modules)
     word = lambda x: np.ascontiguousarray(x).view(np.uint32).reshape(len(x))
     dtypes = {"i32": np.uint32, "f32": np.float32}
     machine.llvm.bitcast = lambda kind, x: word(x).view(dtypes[kind])
     constant = lambda value: lambda x: np.full(128, value(x))
-    monkeypatch.setattr(inline, "i32_constant", constant(lambda x: np.uint32(x % 2**32)))
-    monkeypatch.setattr(inline, "f32_constant", constant(np.float32))
     execute = lambda kind, code, *words: machine._run(kind, list(map(word, words)), code, "")
-    monkeypatch.setattr(
-        inline, "assembly", lambda kind, *given: machine.llvm.bitcast(kind, execute(kind, *given))
-    )
+    made = {
+        "i32_constant": constant(lambda x: np.uint32(x % 2**32)),
+        "f32_constant": constant(np.float32),
+        "assembly": lambda kind, *given: machine.llvm.bitcast(kind, execute(kind, *given)),
+    }
+    for module, name in itertools.product(modules, made):
+        monkeypatch.setattr(module, name, made[name], raising=False)
     return machine
 
 
@@ -84,7 +86,7 @@ def test_quotients_are_those_of_numbers_that_are_not_tiny(registers):
     x, y = np.random.default_rng(0).normal(size=(2, 64, 128)).astype(np.float32)
     y[0, :8] = 0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, 2e-38, 1e-39
     x[0, 5:9] = 1e3, 0.5, 0.0, 1e-39
-    found = inline._quotient_body(None, Tile.of(x), Tile.of(y)).values()
+    found = modifiers._quotient_body(None, Tile.of(x), Tile.of(y)).values()
     with np.errstate(divide="ignore"):
         exact = (x.astype(np.float64) / y).astype(np.float32)
     exact[0, 7:9] = np.nan, 0.0  # 0 / 0, as what is below 2^-126 is 0, and 0 / y
@@ -100,7 +102,7 @@ def test_every_bias_of_sixteen_bits_is_marked_where_it_is_infinite(registers):
     for index in np.ndindex(*bias.registers.shape):
         bias.registers[index] = bias.registers[index].view(Register)
     scores = Tile.of(np.resize(np.float32([0.0, 1.0]), bits.shape))
-    found = inline._with_marked_body(0.5, None, scores, bias).values()
+    found = infinities._with_marked_body(0.5, None, scores, bias).values()
     numbers = bits.view(BFLOAT16).astype(np.float32)
     finite = np.isfinite(numbers)
     assert np.isnan(found[~finite]).all()

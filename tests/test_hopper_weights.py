@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flash_pallas.backends.gpu import online_softmax
-from flash_pallas.backends.gpu.softcap import SMALL, Cap, is_large
+from flash_pallas.backends.gpu.ptx.softcap import SMALL, Cap, is_large
 
 from .checks import TANH_ERROR
 from .hopper_cases import MODIFIERS

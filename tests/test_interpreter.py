@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flash_pallas.backends.gpu import inline
+from flash_pallas.backends.gpu.ptx import inline
 
 from . import interpreter_callbacks
 from .interpreter import INTERPRET, DeadlockError, KernelFault, RaceError, race_checked

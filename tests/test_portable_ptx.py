@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.backends.gpu import inline
+from flash_pallas.backends.gpu.ptx import inline
 from flash_pallas.backends.portable.backward.dbias import kernel as dbias_kernel
 from flash_pallas.backends.portable.backward.fused import kernel as fused_kernel
 from flash_pallas.backends.portable.common import auxiliary_inputs, mma, shares, smem_tiles

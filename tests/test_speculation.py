@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.backends.gpu import inline
+from flash_pallas.backends.gpu.ptx import inline
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.forward.tiles import MOST_HALF, SPECULATES
 

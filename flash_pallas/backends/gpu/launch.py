@@ -14,7 +14,8 @@ from ...core import mesh_axes, scores
 from ...core.integers import round_up
 from ...core.problem import Operands, Problem
 from ...devices import targeted
-from . import ahead, auxiliary_arrays, elsewhere, jax_compat
+from . import ahead, auxiliary_arrays, jax_compat
+from .ptx import elsewhere
 from .score_tile import RegisterTile
 from .stand_ins import UNSUPPORTED
 
@@ -33,6 +34,13 @@ COMPILER_PARAMS = plgpu.CompilerParams(
     unsafe_no_auto_barriers=True,
     reduction_scratch_bytes=0,
 )
+
+
+def tile_transforms(swizzle: int, dtype) -> tuple:
+    """Returns how a tile lies in shared memory: in pieces of 8 rows by `swizzle` bytes."""
+    tiling: Any = plgpu.TilingTransform  # abstract to pyright, as is the next
+    swizzled: Any = plgpu.SwizzleTransform
+    return tiling((8, swizzle // jnp.dtype(dtype).itemsize)), swizzled(swizzle)
 
 
 def launch(

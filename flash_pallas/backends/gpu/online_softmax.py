@@ -18,8 +18,8 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 from ...core import dropout, softmax
 from ...core.problem import AttentionSpec
-from . import inline
-from .inline import (
+from .ptx import inline
+from .ptx.inline import (
     LANE_COLS,
     ROWS,
     WGMMA,
@@ -37,7 +37,7 @@ from .inline import (
     signed_constant,
     splat,
 )
-from .softcap import Cap
+from .ptx.softcap import Cap
 
 # --- Row maxima, for logits of any finite size ----------------------------------------------------
 # Weights are exp2(x * log2_scale - m): one fused multiply-add and one exponential per element. The

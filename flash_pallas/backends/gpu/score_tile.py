@@ -15,9 +15,10 @@ from ...core.mask import Limits, Tile
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import Logits, TileInputs
 from ...core.softmax import EMPTY_ROW, LOG2E
-from . import inline, modifiers, online_softmax, stand_ins
+from . import online_softmax, stand_ins
 from .auxiliary_arrays import AuxiliaryGmem
 from .online_softmax import far_of
+from .ptx import infinities, inline, modifiers
 
 # Even the lowest float32 times this changes no logit relative to a cap; an infinity remains one.
 _SMALLEST = 2.0**-149
@@ -43,7 +44,7 @@ class RegisterTile(Tile):
 
     def call(self, function: Callable, *args):
         """Calls function(*args), in primitives that can be lowered."""
-        divide = lax.div if self.interpret else inline.quotient
+        divide = lax.div if self.interpret else modifiers.quotient
         return stand_ins.call(function, self.shape, *args, divide=divide)
 
     def tanh(self, x):
@@ -130,7 +131,7 @@ def look(tile: RegisterTile, inputs: TileInputs) -> tuple[TileInputs, Any, Any]:
     if inputs.bias_look is not None:
         bias, some, again = inputs.bias_look(tile.interpret)
     elif bias is not None:
-        bias = inline.widened(bias, tile.interpret)
+        bias = infinities.widened(bias, tile.interpret)
     return inputs._replace(bias=bias, bias_look=None), some, again
 
 
@@ -151,7 +152,7 @@ def with_bias(problem: Problem, inputs: TileInputs, bias, again: Callable, some=
 
     def found(interpret: bool):
         if some is None:
-            return *inline.looked_at(bias, interpret), again
+            return *infinities.looked_at(bias, interpret), again
         return bias, some(interpret), again
 
     return inputs._replace(bias=bias, bias_look=found)
@@ -263,7 +264,7 @@ def weights(
         marked = marks and marks_hidden(problem)
         inputs = inputs._replace(bias_look=None)
     if marked:
-        s = inline.with_marked(s, spec.scale, inputs.bias, tile.interpret)
+        s = infinities.with_marked(s, spec.scale, inputs.bias, tile.interpret)
         spec, inputs = dataclasses.replace(spec, scale=1.0), inputs._replace(bias=None)
     x, log2_scale, pull = logits(spec, tile, s, inputs, limits)
     x = x if inputs.shift is None else inputs.shift(tile, x)
@@ -407,13 +408,13 @@ def pulled(w: Weights):
     if w.capped is None:
         return w.pull(w.p)[0]
     # Never negative: a maximum clears what takes a comparison and a selection elsewhere.
-    return inline.numbers(w.capped(w.p)[0], w.interpret)
+    return infinities.numbers(w.capped(w.p)[0], w.interpret)
 
 
 def operand(problem: Problem, w: Weights):
     """Returns what `dropped` does in 16 bits."""
     p = dropped(problem, w._replace(marked=False)).astype(problem.dtype)
-    return inline.numbers(p, w.interpret) if w.marked else p
+    return infinities.numbers(p, w.interpret) if w.marked else p
 
 
 def dropped(problem: Problem, w: Weights):

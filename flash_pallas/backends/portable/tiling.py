@@ -18,9 +18,10 @@ from ...core.decode import MAX_SPLITS, VALUES_BEHIND_KEYS, DecodeProblem
 from ...core.integers import round_up
 from ...core.problem import Problem
 from ...devices import GENERATIONS
-from ..gpu import auxiliary_arrays, draft_bits
+from ..gpu import auxiliary_arrays
 from ..gpu.auxiliary_arrays import LONGEST_TILE
 from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
+from ..gpu.ptx import draft_bits
 from .common.mma import Grid
 from .common.shares import ScoreParts, score_parts
 from .common.smem_tiles import (

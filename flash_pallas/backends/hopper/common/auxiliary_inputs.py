@@ -25,9 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.problem import Operands, Problem
 from ....core.scores import HIDING, TileInputs, vectors
-from ...gpu import auxiliary_arrays, inline, score_tile
+from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import MASK_DTYPE, AuxiliaryGmem
 from ...gpu.launch import WARPGROUP_ROWS
+from ...gpu.ptx import infinities, inline
 from .pipeline import row_buffer, tile_buffer
 
 
@@ -254,7 +255,7 @@ class AuxiliaryInputs:
             again = lambda: wide(lax.optimization_barrier(slot), shape, rows)
             some = None
             if smem is not None and self.kind(size) == "columns":
-                some = functools.partial(inline.some_infinite, smem.bias.at[slot])
+                some = functools.partial(infinities.some_infinite, smem.bias.at[slot])
             given = wide(slot, shape, rows), again, some
             fragments = score_tile.with_bias(self.problem, fragments, *given)
         if (size := self.problem.mask_shape) is not None:

@@ -9,8 +9,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.inline import i32_constant, splat
-from .pipeline import WARPGROUP
+from ...gpu.ptx.inline import WARPGROUP, i32_constant, splat
 
 
 def thread():

@@ -16,10 +16,10 @@ from jaxlib.mlir.dialects import arith, memref, nvvm, scf, vector
 
 from ....core import integers as ints
 from ....core.padding import pad_axis
-from ...gpu import inline
 from ...gpu.auxiliary_arrays import within_reach
-from ...gpu.inline import i32_constant, splat
-from ...gpu.launch import WARPGROUP_ROWS, shared_memory
+from ...gpu.launch import WARPGROUP_ROWS, shared_memory, tile_transforms
+from ...gpu.ptx import inline
+from ...gpu.ptx.inline import PIECE_BYTES, WARPGROUP, i32_constant, splat
 
 # --- Shared memory and rings ----------------------------------------------------------------------
 
@@ -103,13 +103,6 @@ def tile_buffer(shape, dtype, swizzle: int | None = None):
     if shape[-1] % columns:
         raise AssertionError(f"{shape=}: rows of {dtype} must be multiples of {columns} elements")
     return plgpu.SMEM(shape, dtype, transforms=tile_transforms(swizzle, dtype))
-
-
-def tile_transforms(swizzle: int, dtype) -> tuple:
-    """Returns how a tile lies in shared memory: in pieces of 8 rows by `swizzle` bytes."""
-    tiling: Any = plgpu.TilingTransform  # abstract to pyright, as is the next
-    swizzled: Any = plgpu.SwizzleTransform
-    return tiling((8, swizzle // jnp.dtype(dtype).itemsize)), swizzled(swizzle)
 
 
 def fits(scratch) -> bool:
@@ -214,9 +207,6 @@ def cluster_release(size: int, ring: Ring, n, interpret: bool):
 # Only tiles that hold padding pay: the loading threads wait for the copy, write zeros and then
 # arrive themselves. A copy of the whole array with padding cleared would be as large as the array
 # (20 % of the forward at T = 32k with packed documents).
-
-PIECE_BYTES = 16  # of one store
-WARP, WARPGROUP = 32, 128  # threads
 
 
 class Padding(NamedTuple):

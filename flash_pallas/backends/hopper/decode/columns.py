@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...gpu import draft_bits, inline, modifiers
+from ...gpu.ptx import draft_bits, inline, modifiers
 from ..common.pipeline import swizzles
 from . import inline_columns
 from .consumer import Consumer, Folded, QueryFragments

@@ -20,8 +20,8 @@ from jaxlib.mlir.dialects import arith, memref, scf
 from ....core import softmax
 from ....core.decode import DecodeProblem
 from ....core.problem import Outputs
-from ...gpu.inline import at, elements, i32_constant
 from ...gpu.launch import float32, launch
+from ...gpu.ptx.inline import at, elements, i32_constant
 from ..common.pipeline import row_buffer
 from .plan import JOINING_THREADS, DecodePlan, DecodeResults, Packed, combined_columns, packed_row
 from .tiles import takes_wide

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import scores, softmax
 from ....core.scores import TileInputs
 from ...gpu import score_tile
-from ...gpu.draft_bits import DraftBits
+from ...gpu.ptx.draft_bits import DraftBits
 from ...gpu.score_tile import RegisterTile
 from .plan import DecodeCta, DecodePlan, Keys
 

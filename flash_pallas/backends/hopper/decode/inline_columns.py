@@ -11,8 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from ...gpu.inline import (
+from ...gpu.launch import WARPGROUP_ROWS, tile_transforms
+from ...gpu.ptx.inline import (
     COLS,
+    WARP,
+    WARPGROUP,
     WGMMA,
     at,
     coordinates,
@@ -22,8 +25,6 @@ from ...gpu.inline import (
     pair,
     splat,
 )
-from ...gpu.launch import WARPGROUP_ROWS
-from ..common.pipeline import WARP, WARPGROUP, tile_transforms
 from .dequantize import pointer
 
 WARPS = WARPGROUP // WARP

@@ -21,10 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from ...gpu import inline
-from ...gpu.inline import fragmented, i32_constant, opaque, splat
-from ...gpu.launch import WARPGROUP_ROWS
-from ..common.pipeline import PIECE_BYTES, WARPGROUP, tile_transforms
+from ...gpu.launch import WARPGROUP_ROWS, tile_transforms
+from ...gpu.ptx import inline
+from ...gpu.ptx.inline import PIECE_BYTES, WARPGROUP, fragmented, i32_constant, opaque, splat
 
 
 @dataclasses.dataclass(frozen=True)

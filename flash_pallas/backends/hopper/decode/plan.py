@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from ....core import integers as ints
 from ....core.decode import DraftArrays
 from ....core.mask import Mask
-from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS, float32
+from ...gpu.ptx import inline
 from ..common import pipeline
 from ..common.pipeline import Ring
 from .pack_gqa import PackedGqa

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...gpu import draft_bits, inline, modifiers
 from ...gpu.launch import WARPGROUP_ROWS
+from ...gpu.ptx import draft_bits, inline, modifiers
 from ..common.pipeline import swizzles
 from ..forward.softmax import per_row
 from .consumer import Consumer, Folded, QueryFragments

@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, scf, vector
 
-from ...gpu.inline import at, i32_constant
-from ..common.pipeline import tile_transforms
+from ...gpu.launch import tile_transforms
+from ...gpu.ptx.inline import at, i32_constant
 from .dequantize import pointer
 from .pack_gqa import PackedGqa, Pieces
 

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.decode import MAX_SPLITS, VALUES_BEHIND_KEYS, DecodeProblem
 from ....core.integers import round_up
-from ...gpu import draft_bits
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
+from ...gpu.ptx import draft_bits
 from ..common.pipeline import SMEM_LIMIT, row_buffer, swizzles, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..forward.tiles import NATIVE_HEAD_DIMS, native_head_dims

@@ -27,9 +27,8 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf
 from ....core import integers as ints
 from ....core.block_lists import BlockLists
 from ....core.problem import Problem
-from ...gpu.inline import i32_constant
+from ...gpu.ptx.inline import WARPGROUP, i32_constant
 from ..common import tile_lists
-from ..common.pipeline import WARPGROUP
 
 # K and V of the heads worked on at one time should stay in the 50 MB L2; 16 MB measured best on
 # H200 for causal attention (all 16 heads at once, 33 MB at T = 4k: 5 % slower).

@@ -20,10 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import dropout, scores, softmax
 from ....core.problem import Outputs
 from ....core.scores import TileInputs
-from ...gpu import inline, online_softmax, score_tile, softcap
+from ...gpu import online_softmax, score_tile
 from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.online_softmax import Drop, Maxima
-from ...gpu.softcap import Cap
+from ...gpu.ptx import inline, softcap
+from ...gpu.ptx.softcap import Cap
 from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
 from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile

@@ -28,8 +28,8 @@ from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs
 from ....core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ....core.scores import TileInputs
-from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
+from ...gpu.ptx import inline
 from ..common.pipeline import clear_from, clear_outside
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode.combine import CombineKernel

@@ -31,8 +31,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import scores
 from ....core.problem import Operands, Problem
 from ....core.scores import TileInputs
-from ...gpu import inline, score_tile
+from ...gpu import score_tile
 from ...gpu.launch import WARPGROUP_ROWS, launch
+from ...gpu.ptx import inline
 from ...gpu.score_tile import row_shift
 from ..backward.operands import BackwardArrays
 from ..common import pipeline

@@ -32,10 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.inline import WGMMA, fragmented, i32_constant
 from ...gpu.launch import WARPGROUP_ROWS
+from ...gpu.ptx.inline import WARPGROUP, WGMMA, fragmented, i32_constant
 from ..common import cluster, pipeline
-from ..common.pipeline import WARPGROUP
 
 TILE = WARPGROUP_ROWS, WARPGROUP_ROWS
 WORDS = WARPGROUP_ROWS**2 // 2  # of 32 bits in a tile of 16-bit elements

@@ -30,8 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.mask import Limits
 from ....core.problem import Problem
-from ...gpu import inline
 from ...gpu.launch import WARPGROUP_ROWS
+from ...gpu.ptx import inline
 from ...gpu.score_tile import RegisterTile
 from ..backward.operands import BackwardArrays, own_place
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place

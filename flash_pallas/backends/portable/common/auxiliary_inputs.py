@@ -24,9 +24,10 @@ from jaxlib.mlir.dialects import arith, llvm
 from ....core import scores
 from ....core.problem import Problem
 from ....core.scores import TileInputs
-from ...gpu import auxiliary_arrays, inline, score_tile
+from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
-from ...gpu.inline import coordinates, fragmented, i32_constant, origin, pair, splat
+from ...gpu.ptx import inline
+from ...gpu.ptx.inline import coordinates, fragmented, i32_constant, origin, pair, splat
 
 
 class Place(NamedTuple):

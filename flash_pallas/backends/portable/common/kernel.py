@@ -12,7 +12,8 @@ from ....core import integers as ints
 from ....core.block_lists import BlockLists
 from ....core.mask import BlockRange, Limits
 from ....core.problem import Problem
-from ...gpu import auxiliary_arrays, inline
+from ...gpu import auxiliary_arrays
+from ...gpu.ptx import inline
 from ...gpu.score_tile import RegisterTile
 from .mma import Matmuls
 from .shares import ScoreParts, Shares

@@ -24,9 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu import inline
-from ...gpu.inline import at, coordinates, fragmented, i32_constant, opaque, origin, pair, splat
 from ...gpu.launch import WARPGROUP_ROWS
+from ...gpu.ptx import inline
+from ...gpu.ptx.inline import at, coordinates, fragmented, i32_constant, opaque, origin, pair, splat
 from .smem_tiles import (
     UNIT,
     UNIT_ELEMENTS,

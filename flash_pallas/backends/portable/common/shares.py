@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu import inline
-from ...gpu.inline import at, coordinates, fragmented, pair
+from ...gpu.ptx import inline
+from ...gpu.ptx.inline import at, coordinates, fragmented, pair
 from .mma import Matmuls
 from .smem_tiles import THREADS, Warpgroups, assembly, linear, shared_address, thread
 

@@ -29,8 +29,8 @@ from jaxlib.mlir.dialects import arith, llvm, scf
 from ....core.decode import DecodeProblem
 from ....core.integers import round_up
 from ....core.problem import Problem
-from ...gpu import inline
-from ...gpu.inline import i32_constant, opaque, splat
+from ...gpu.ptx import inline
+from ...gpu.ptx.inline import i32_constant, opaque, splat
 
 # --- threads, addresses and inline PTX -----------------------------------------------------------
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.inline import i32_constant
+from ...gpu.ptx.inline import i32_constant
 from ..common.smem_tiles import THREADS, assembly, less, linear, shared_address, thread, where
 
 AT_ONCE = 8  # numbers that a thread converts: 8 bytes become 16

@@ -29,10 +29,11 @@ from ....core.mask import BlockRange, Mask
 from ....core.padding import pad_axis
 from ....core.problem import Outputs
 from ....core.scores import TileInputs
-from ...gpu import draft_bits, inline, modifiers, score_tile
-from ...gpu.draft_bits import DraftBits
+from ...gpu import score_tile
 from ...gpu.launch import float32, launch
 from ...gpu.online_softmax import far_of, settled
+from ...gpu.ptx import draft_bits, inline, modifiers
+from ...gpu.ptx.draft_bits import DraftBits
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common.auxiliary_inputs import load_vector

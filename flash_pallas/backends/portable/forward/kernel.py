@@ -31,11 +31,12 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from ....core import block_lists, bounds, dropout, scores, softmax
 from ....core.mask import Limits
 from ....core.problem import Operands, Outputs, Problem
-from ...gpu import inline, score_tile
+from ...gpu import score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
-from ...gpu.inline import ROWS, at, fragmented, i32_constant
 from ...gpu.launch import launch
 from ...gpu.online_softmax import LOWEST, far_of, settled
+from ...gpu.ptx import inline
+from ...gpu.ptx.inline import ROWS, at, fragmented, i32_constant
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments

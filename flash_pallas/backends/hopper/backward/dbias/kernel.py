@@ -29,9 +29,10 @@ from .....core import scores
 from .....core.integers import round_up
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from ....gpu import auxiliary_arrays, inline, score_tile
+from ....gpu import auxiliary_arrays, score_tile
 from ....gpu.bias_tiles import BiasTile, BiasTiles, Members, bias_place, divide, members_of
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch, term
+from ....gpu.ptx import inline
 from ....gpu.score_tile import RegisterTile, row_shift
 from ...common import pipeline
 from ...common.auxiliary_inputs import Place

@@ -32,10 +32,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from .....core.problem import Problem
-from ....gpu.inline import at, i32_constant, splat
+from ....gpu.launch import tile_transforms
+from ....gpu.ptx.inline import WARPGROUP, at, i32_constant, splat
 from ...common import cluster, pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
-from ...common.pipeline import WARPGROUP, tile_transforms
 from .launches import FusedCta
 
 

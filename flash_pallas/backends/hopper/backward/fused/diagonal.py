@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core.problem import Problem
-from ....gpu import inline
+from ....gpu.ptx import inline
 from ...common.far_rows import Part
 from ...common.pipeline import fits
 from .tiles import scratch

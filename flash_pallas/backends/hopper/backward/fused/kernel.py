@@ -45,14 +45,16 @@ from .....core import integers as ints
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
 from .....core.scores import HIDING, TileInputs
-from ....gpu import inline, score_tile
+from ....gpu import score_tile
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ....gpu.launch import launch as launch_kernel
+from ....gpu.ptx import infinities, inline
+from ....gpu.ptx.inline import WARP, WARPGROUP
 from ....gpu.score_tile import RegisterTile, row_shift
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.far_rows import Part
-from ...common.pipeline import WARP, WARPGROUP, Padding, Ring, loader, rows_of, warpgroup_rows
+from ...common.pipeline import Padding, Ring, loader, rows_of, warpgroup_rows
 from ..operands import BackwardArrays, QTileList, QTileRange
 from . import diagonal
 from .dbias import gradient_of_bias, sum_dbias
@@ -360,7 +362,7 @@ def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
     lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
     p, ds = softmax_of(cta.problem, cta.blocks).late(cta, tile, early, lse, dp, delta)
     p, ds = p.astype(cta.problem.dtype), ds.astype(cta.problem.dtype)
-    return inline.numbers(p, cta.interpret) if score_tile.marks_hidden(cta.problem) else p, ds
+    return infinities.numbers(p, cta.interpret) if score_tile.marks_hidden(cta.problem) else p, ds
 
 
 def narrows(cta: FusedCta, masked: bool) -> bool:

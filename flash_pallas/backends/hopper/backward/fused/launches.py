@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core import integers as ints
 from .....core.problem import Problem
-from ....gpu import inline
 from ....gpu.launch import WARPGROUP_ROWS, float32
+from ....gpu.ptx import inline
 from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part, leaves_calls, leaves_in_backward, parts

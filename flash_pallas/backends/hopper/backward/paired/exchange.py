@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....gpu import inline
-from ....gpu.inline import splat
-from ....gpu.launch import WARPGROUP_ROWS
+from ....gpu.launch import WARPGROUP_ROWS, tile_transforms
+from ....gpu.ptx import inline
+from ....gpu.ptx.inline import splat
 from ...common import cluster, pipeline
 from .tiles import SLOTS
 
@@ -117,7 +117,7 @@ class Exchange:
             pipeline.cluster_arrive(self.written.at[slot], self.interpret)
             return
         plgpu.barrier_arrive(self.full.at[slot])
-        refs = plgpu.RefType(pipeline.tile_transforms(self.swizzle, own.dtype)), plgpu.RefType()
+        refs = plgpu.RefType(tile_transforms(self.swizzle, own.dtype)), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
         run(_send_body)(own, self.arrived.at[slot], 1 - self.rank)
 

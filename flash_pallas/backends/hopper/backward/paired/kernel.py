@@ -30,8 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
-from ....gpu import inline
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch
+from ....gpu.ptx import inline
 from ...common import pipeline
 from ...common.pipeline import Ring, hidden, rows_of
 from ..fused import diagonal

@@ -28,8 +28,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs
-from ....gpu import inline, score_tile
+from ....gpu import score_tile
 from ....gpu.launch import WARPGROUP_ROWS, launch
+from ....gpu.ptx import inline
 from ....gpu.score_tile import RegisterTile, row_shift
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of, warpgroup_rows

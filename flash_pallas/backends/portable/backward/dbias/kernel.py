@@ -27,7 +27,7 @@ from .....core.integers import round_up
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
 from .....core.scores import TileInputs, placed
-from ....gpu import auxiliary_arrays, inline, score_tile
+from ....gpu import auxiliary_arrays, score_tile
 from ....gpu.bias_tiles import (
     BiasTile,
     BiasTiles,
@@ -39,6 +39,7 @@ from ....gpu.bias_tiles import (
     sharing,
 )
 from ....gpu.launch import float32, launch, score_grads, term
+from ....gpu.ptx import inline
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common import softmax

@@ -35,9 +35,10 @@ from jaxlib.mlir.dialects import llvm
 
 from .....core import dropout
 from .....core.problem import Operands, Problem
-from ....gpu import inline, score_tile
-from ....gpu.inline import at, coordinates, fragmented, pair
+from ....gpu import score_tile
 from ....gpu.launch import launch
+from ....gpu.ptx import inline
+from ....gpu.ptx.inline import at, coordinates, fragmented, pair
 from ... import tiling
 from ...common.auxiliary_inputs import load_vector
 from ...common.kernel import Kernel, Step

@@ -22,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .....core.problem import Operands, Problem
-from ....gpu import modifiers, score_tile
+from ....gpu import score_tile
 from ....gpu.launch import launch
+from ....gpu.ptx import modifiers
 from ....gpu.score_tile import Weights
 from ... import tiling
 from ...common.auxiliary_inputs import Place, load_vector

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math
 
-from ...core import dropout
+from ....core import dropout
 from .inline import (
     WGMMA,
+    assembly,
     at,
     coordinates,
     f32_constant,
@@ -25,6 +27,7 @@ from .inline import (
     i32_constant,
     opaque,
     origin,
+    pair,
     signed_constant,
     splat,
 )
@@ -106,3 +109,22 @@ def kept(row_keys, column_keys, threshold: int):
         return_type=plgpu.ShapeDtypeStruct(row_keys.shape, jnp.bool_, WGMMA),
     )(functools.partial(_kept_body, threshold))
     return run(row_keys, column_keys)
+
+
+def _quotient_body(_, x, y):
+    registers, code = x.registers.copy(), "div.full.ftz.f32 $0, $1, $2;"
+    for index in np.ndindex(*registers.shape):
+        terms = [(at(registers[index], e), at(y.registers[index], e)) for e in (0, 1)]
+        registers[index] = pair(*(assembly(ir.F32Type.get(), code, *each) for each in terms))
+    return fragmented(registers, x.layout)
+
+
+def quotient(x, y):
+    """Computes x / y of two f32 tiles, right to 2 ulp, except that numbers below 2^-126 are 0.
+
+    The division that Pallas lowers to scales denominators and quotients as small as these: 9
+    instructions, here 6.
+    """
+    tile = plgpu.ShapeDtypeStruct(x.shape, x.dtype, WGMMA)
+    x, y = (plgpu.layout_cast(z, WGMMA) for z in (x, y))  # one of them may be a scalar's
+    return plgpu.inline_mgpu(arg_types=(WGMMA, WGMMA), return_type=tile)(_quotient_body)(x, y)

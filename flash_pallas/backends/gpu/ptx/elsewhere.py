@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...devices import Device, targeted
-from . import jax_compat
+from ....devices import Device, targeted
+from .. import jax_compat
 
 # LLVM's question about what it compiles for.
 _ASKED, _ASK = "asked_by_flash_pallas", "__nvvm_reflect"

@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ...core.decode import DecodeProblem
-from ...core.drafts import WORD_BITS
+from ....core.decode import DecodeProblem
+from ....core.drafts import WORD_BITS
 from .inline import (
     WGMMA,
     at,
