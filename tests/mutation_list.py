@@ -392,7 +392,7 @@ SHARED_AND_HOPPER = (
     Mutation("far rows, signs", "backends/hopper/backward/fused/tiles.py",
              "signs=near.signs, ", "",
              "test_large_logits.py::test_hopper_kernels[far_entries_dropout]"),
-    Mutation("far rows, first tile", "backends/gpu/online_softmax.py",
+    Mutation("far rows, first tile", "backends/gpu/ptx/online_softmax.py",
              "jnp.maximum(top, LOWEST) if first else top", "top",
              "test_large_logits.py::test_hopper_kernels[no_key_bfloat16]"),
     Mutation("alibi_slopes", "core/scores.py", "of_cap(-inputs.slope)",

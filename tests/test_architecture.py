@@ -157,6 +157,17 @@ OF_VERSIONS = r"version_info|jaxlib\.version|_infer_arch|KNOWN_KERNELS|transitiv
 MAY_ASK = {"backends.gpu.jax_compat", "frontend.tables"}  # tables are named after jaxlib's version
 
 
+# Code in MLIR or PTX, but for the names of kernels and for reading what was lowered.
+WRITTEN = r"jaxlib\.mlir|inline_mgpu\("
+MAY_WRITE = {"backends.gpu.jax_compat", "coverage.digests"}
+
+
+def test_one_room_writes_mlir_and_ptx():
+    names = {name_of(path) for path in FILES if re.search(WRITTEN, path.read_text())}
+    elsewhere = {name for name in names if not name.startswith("backends.gpu.ptx.")}
+    assert elsewhere == MAY_WRITE
+
+
 def test_one_file_knows_versions_of_jax():
     rooms = ("backends", "core", "frontend", "transforms")
     asking = {

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.backends.gpu import online_softmax
+from flash_pallas.backends.gpu.ptx import online_softmax
 from flash_pallas.backends.gpu.ptx.softcap import SMALL, Cap, is_large
 
 from .checks import TANH_ERROR

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from benchmarks.suites import SUITES, Shape
 from flash_pallas.backends.gpu.jax_compat import trades_registers
-from flash_pallas.backends.gpu.online_softmax import far_of
+from flash_pallas.backends.gpu.ptx.online_softmax import far_of
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backend import H200_SMS
 from flash_pallas.backends.hopper.backward.fused.tiles import FusedBlocks

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from flash_pallas.backends.gpu.online_softmax import far_of
+from flash_pallas.backends.gpu.ptx.online_softmax import far_of
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Cotangents, Operands, Outputs, describe
 from flash_pallas.frontend import validate

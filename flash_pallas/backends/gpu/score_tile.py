@@ -15,10 +15,10 @@ from ...core.mask import Limits, Tile
 from ...core.problem import AttentionSpec, Problem
 from ...core.scores import Logits, TileInputs
 from ...core.softmax import EMPTY_ROW, LOG2E
-from . import online_softmax, stand_ins
+from . import stand_ins
 from .auxiliary_arrays import AuxiliaryGmem
-from .online_softmax import far_of
-from .ptx import infinities, inline, modifiers
+from .ptx import infinities, inline, modifiers, online_softmax
+from .ptx.online_softmax import far_of
 
 # Even the lowest float32 times this changes no logit relative to a cap; an infinity remains one.
 _SMALLEST = 2.0**-149

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 
 from ....core.problem import Problem
-from ...gpu.online_softmax import far_of
+from ...gpu.ptx.online_softmax import far_of
 
 # Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
 # nothing to do takes its SM for about a microsecond.

@@ -38,9 +38,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import block_lists, bounds, padding
 from ....core.problem import Operands, Outputs, Problem
-from ...gpu import online_softmax
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
-from ...gpu.ptx import inline
+from ...gpu.ptx import inline, online_softmax
 from ..common.auxiliary_inputs import Place
 from ..common.far_rows import Part, leaves_in_forward, parts
 from ..common.pipeline import Padding, Ring, rows_of

@@ -20,10 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import dropout, scores, softmax
 from ....core.problem import Outputs
 from ....core.scores import TileInputs
-from ...gpu import online_softmax, score_tile
+from ...gpu import score_tile
 from ...gpu.launch import WARPGROUP_ROWS
-from ...gpu.online_softmax import Drop, Maxima
-from ...gpu.ptx import inline, softcap
+from ...gpu.ptx import inline, online_softmax, softcap
+from ...gpu.ptx.online_softmax import Drop, Maxima
 from ...gpu.ptx.softcap import Cap
 from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
@@ -128,7 +128,7 @@ def is_bounded(plan: ForwardPlan) -> bool:
     bfloat16 and float32 have as many digits at 2**80 as at 1, and a sum of a million weights
     times values of 2**26 still fits. This saves the max, the rescaling of O, and the wait of
     every exponential for the whole row. But the largest weight of a row is then not 1, and
-    rounding it shows: see gpu/online_softmax.py.
+    rounding it shows: see gpu/ptx/online_softmax.py.
     """
     spec = plan.problem.spec
     return (

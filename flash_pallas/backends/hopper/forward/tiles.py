@@ -18,7 +18,7 @@ from ....core.problem import Outputs, Problem
 from ....core.scores import TileInputs
 from ...gpu import auxiliary_arrays
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
-from ...gpu.online_softmax import far_of
+from ...gpu.ptx.online_softmax import far_of
 from ...gpu.score_tile import RegisterTile
 from ..common.auxiliary_inputs import (
     AuxiliaryInputs,
@@ -607,7 +607,9 @@ class ForwardRows(NamedTuple):
     p: Any  # Matmuls.split of the weights of the block whose PV is still to be issued
     maxima: Any  # Maxima of 64 rows; None in a bounded softmax
     l: Any  # f32[64, 8] running sums of each thread's own columns
-    only: Any = None  # f32[64], bits of gpu/online_softmax.py; None unless the softmax is bounded
+    only: Any = (
+        None  # f32[64], bits of gpu/ptx/online_softmax.py; None unless the softmax is bounded
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,11 +39,11 @@ from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs, Problem, Tangents
 from ....core.scores import TileInputs
 from ....core.softmax import EMPTY_ROW
-from ...gpu import online_softmax, score_tile
+from ...gpu import score_tile
 from ...gpu.auxiliary_arrays import moves_of, only
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
-from ...gpu.online_softmax import Maxima
-from ...gpu.ptx import inline
+from ...gpu.ptx import inline, online_softmax
+from ...gpu.ptx.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
 from ..common.pipeline import Ring, rows_of, warpgroup_rows
 from ..forward.kernel import drain_inline, load_inline_first, produce

@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import dropout, scores, softmax
 from ....core.problem import Operands, Outputs, Problem
-from ...gpu import online_softmax, score_tile
+from ...gpu import score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
-from ...gpu.online_softmax import Maxima, far_of
-from ...gpu.ptx import inline
+from ...gpu.ptx import inline, online_softmax
+from ...gpu.ptx.online_softmax import Maxima, far_of
 from ..backward.operands import BackwardArrays
 from ..forward.softmax import per_row
 from .column_tiles import grid_of, loops

@@ -52,10 +52,10 @@ from ....core.decode import MAX_SPLITS, DecodeOperands, DecodeProblem
 from ....core.mask import Limits, Mask
 from ....core.problem import AttentionSpec, Outputs, Problem
 from ....core.scores import TileInputs
-from ...gpu import online_softmax, score_tile
+from ...gpu import score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
-from ...gpu.online_softmax import Maxima, far_of
-from ...gpu.ptx import inline
+from ...gpu.ptx import inline, online_softmax
+from ...gpu.ptx.online_softmax import Maxima, far_of
 from ...gpu.score_tile import RegisterTile
 from ..common.pipeline import clear_from, fits, hidden, row_buffer, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls

@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ...gpu.online_softmax import LOWEST, Maxima, compared
 from ...gpu.ptx import inline
 from ...gpu.ptx.inline import ROWS, WGMMA, at, coordinates, fragmented
+from ...gpu.ptx.online_softmax import LOWEST, Maxima, compared
 
 # O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
 # float16 holds, and most steps save a multiplication per element of O.

@@ -31,9 +31,9 @@ from ....core.problem import Outputs
 from ....core.scores import TileInputs
 from ...gpu import score_tile
 from ...gpu.launch import float32, launch
-from ...gpu.online_softmax import far_of, settled
 from ...gpu.ptx import draft_bits, inline, modifiers
 from ...gpu.ptx.draft_bits import DraftBits
+from ...gpu.ptx.online_softmax import far_of, settled
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common.auxiliary_inputs import load_vector

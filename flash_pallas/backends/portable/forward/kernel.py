@@ -34,9 +34,9 @@ from ....core.problem import Operands, Outputs, Problem
 from ...gpu import score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
 from ...gpu.launch import launch
-from ...gpu.online_softmax import LOWEST, far_of, settled
 from ...gpu.ptx import inline
 from ...gpu.ptx.inline import ROWS, at, fragmented, i32_constant
+from ...gpu.ptx.online_softmax import LOWEST, far_of, settled
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments

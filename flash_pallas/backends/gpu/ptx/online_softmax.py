@@ -16,10 +16,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxlib.mlir.dialects import math as mlir_math
 
-from ...core import dropout, softmax
-from ...core.problem import AttentionSpec
-from .ptx import inline
-from .ptx.inline import (
+from ....core import dropout, softmax
+from ....core.problem import AttentionSpec
+from . import inline
+from .inline import (
     LANE_COLS,
     ROWS,
     WGMMA,
@@ -37,7 +37,7 @@ from .ptx.inline import (
     signed_constant,
     splat,
 )
-from .ptx.softcap import Cap
+from .softcap import Cap
 
 # --- Row maxima, for logits of any finite size ----------------------------------------------------
 # Weights are exp2(x * log2_scale - m): one fused multiply-add and one exponential per element. The
