@@ -1,4 +1,4 @@
-"""The library that compiled kernels call, for programs that were exported.
+"""Names the library that compiled kernels call, for programs that were exported.
 
 XLA loads it from where MOSAIC_GPU_RUNTIME_LIB_PATH says, which jax sets as it imports Mosaic GPU.
 A process that reads a program of jax.export traces no kernel, and need not import that (0.4 s).

@@ -168,7 +168,7 @@ def test_what_changes_of_weights_round_is_right():
 
 
 def test_products_in_parts_are_right_where_delta_cancels():
-    """A sink takes nearly all of a row's weight, and dlse nearly all of delta."""
+    """Gives a sink nearly all of a row's weight, and cancels nearly all of delta by dlse."""
     rng = np.random.default_rng(8)
     d = dataclasses.replace(problem(), scale=3.0, sinks=np.array([[3.0, 3.0]]))
     d.seen = d.seen & (np.arange(300) < 2)

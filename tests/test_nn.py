@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -41,6 +42,17 @@ def test_linen_drop_in_equals_default(batch, causal):
     params = ours.init(jax.random.key(1), x)
     mask = linen.make_causal_mask(jnp.ones((*batch, LENGTH))) if causal else None
     assert_no_worse(ours.apply, lambda p, x: default.apply(p, x, mask=mask), params, x)
+
+
+def test_linen_drop_in_has_tangents_of_gradients():
+    any_order = functools.partial(attention_fn, differentiable="any")
+    ours = linen.MultiHeadDotProductAttention(HEADS, attention_fn=any_order)
+    default = linen.MultiHeadDotProductAttention(HEADS)
+    x, step = normal(0, 2, LENGTH, FEATURES), normal(1, 2, LENGTH, FEATURES)
+    params = ours.init(jax.random.key(1), x)
+    loss = lambda module: lambda x: jnp.sum(module.apply(params, x) ** 2)
+    product = lambda module: jax.jvp(jax.grad(loss(module)), (x,), (step,))[1]
+    np.testing.assert_allclose(product(ours), product(default), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Where an exported program finds the library of kernels, without an import of Mosaic GPU."""
+"""The library that kernels call is named without an import of Mosaic GPU."""
 
 from __future__ import annotations
 

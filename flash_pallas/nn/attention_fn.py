@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from ..api import flash_attention
 from ..frontend.validate import as_array, check_shapes, same_arguments
 from ..frontend.words import LONG_NAMES, Words
-from ..typing import AnyArray, Array, Bool, Float, Precision
+from ..typing import AnyArray, Array, Bool, Differentiable, Float, Precision
 from ._options import scores_shape, truth, with_rank
 
 WORDS = Words({**LONG_NAMES, "causal": "is_causal", "dropout_seed": "dropout_rng"})
@@ -44,6 +44,7 @@ def attention_fn(
     promote_dtype: Callable[..., Any] | None = None,
     is_causal: bool = False,
     input_positions: None = None,
+    differentiable: Differentiable = "reverse",
 ) -> Float[Array, "*B T N Hv"]:
     """Computes exact attention in O(length) memory, with the interface of Flax's attention modules.
 
@@ -76,6 +77,8 @@ def attention_fn(
             promotion described under dtype.
         is_causal: query i sees keys 0 to i, except those that the mask hides.
         input_positions: must be None. Rotate query and key before attention instead.
+        differentiable: "reverse" or "any", as in `flash_attention`. Flax passes none: give a module
+            `functools.partial(attention_fn, differentiable="any")`, made once.
 
     Returns:
         [*batch, q_length, heads, v_head_dim] in the dtype of the computation.
@@ -110,6 +113,7 @@ def attention_fn(
             bias=with_rank("bias", bias, full),
             mask=truth(mask, full),
             precision=precision,
+            differentiable=differentiable,
             **_dropout(dropout_rate, dropout_rng, broadcast_dropout, deterministic),
         )
 
