@@ -368,11 +368,11 @@ SHARED_AND_HOPPER = (
     Mutation("join of a prefix, what is not written", "backends/hopper/decode/combine.py",
              "self.part(shares, exist, written=False)", "self.part(shares, exist)",
              "test_shared_prefix.py::test_hopper[sinks]"),
-    Mutation("eight bits, wider panels", "backends/hopper/decode/dequantize.py",
+    Mutation("eight bits, wider panels", "backends/gpu/ptx/eight_bit_tiles.py",
              "which = panel % len(self.first)", "which = 0",
              "test_hopper_ptx.py::test_every_number_of_eight_bits_is_widened"
              "[64-128-32-128-bfloat16-6]"),
-    Mutation("eight bits, skipped panels", "backends/hopper/decode/dequantize.py",
+    Mutation("eight bits, skipped panels", "backends/gpu/ptx/eight_bit_tiles.py",
              "* self.columns // own", "* self.columns // 64",
              "test_hopper_ptx.py::test_every_number_of_eight_bits_is_widened"
              "[64-128-64-64-bfloat16-None]"),
