@@ -115,7 +115,7 @@ SHARED_AND_HOPPER = (
              "test_portable_interpreted.py::test_kernels[bias_infinite_choice]"),
     Mutation("bias of -inf, softcap", "core/mask.py", "lax.is_finite(x) | (x != x)", "x == x",
              "test_portable_interpreted.py::test_kernels[bias_infinite_softcap]"),
-    Mutation("bias of -inf, marks", "backends/gpu/ptx/inline.py", "0x1054", "0x1045",
+    Mutation("bias of -inf, marks", "backends/gpu/ptx/infinities.py", "0x1054", "0x1045",
              "test_hopper_ptx.py::"
              "test_every_bias_of_sixteen_bits_is_marked_where_it_is_infinite"),
     Mutation("bias of -inf, oracle", "reference.py", "keep &= self.bias != -jnp.inf", "pass",
@@ -368,11 +368,11 @@ SHARED_AND_HOPPER = (
     Mutation("join of a prefix, what is not written", "backends/hopper/decode/combine.py",
              "self.part(shares, exist, written=False)", "self.part(shares, exist)",
              "test_shared_prefix.py::test_hopper[sinks]"),
-    Mutation("eight bits, wider panels", "backends/hopper/decode/dequantize.py",
+    Mutation("eight bits, wider panels", "backends/gpu/ptx/eight_bit_tiles.py",
              "which = panel % len(self.first)", "which = 0",
              "test_hopper_ptx.py::test_every_number_of_eight_bits_is_widened"
              "[64-128-32-128-bfloat16-6]"),
-    Mutation("eight bits, skipped panels", "backends/hopper/decode/dequantize.py",
+    Mutation("eight bits, skipped panels", "backends/gpu/ptx/eight_bit_tiles.py",
              "* self.columns // own", "* self.columns // 64",
              "test_hopper_ptx.py::test_every_number_of_eight_bits_is_widened"
              "[64-128-64-64-bfloat16-None]"),

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.backends.gpu.ptx import infinities, inline, modifiers
-from flash_pallas.backends.hopper.decode import dequantize
+from flash_pallas.backends.gpu.ptx import eight_bit_tiles, infinities, inline, modifiers
 
 from .ptx import BFLOAT16, Machine, Tile
 
@@ -43,14 +42,14 @@ SHAPES = [
 @pytest.mark.parametrize(("rows", "columns", "raw", "wide"), SHAPES)
 def test_every_number_of_eight_bits_is_widened(monkeypatch, rows, columns, raw, wide, dtype, most):
     machine = Machine()
-    machine.install(monkeypatch, dequantize)
+    machine.install(monkeypatch, eight_bit_tiles)
     numbers = np.random.default_rng(0).integers(-128, 128, (rows, columns)).astype(np.int8)
     shape = lambda swizzle, size: (rows // 8, columns * size // swizzle, 8, swizzle // size)
     source, found = np.zeros(shape(raw, 1), np.int8), np.full(shape(wide, 2), np.nan, dtype)
     source.reshape(-1)[places(rows, columns, raw, 1)] = numbers
-    code = dequantize._CODE["int8", jnp.dtype(dtype).name]
+    code = eight_bit_tiles._CODE["int8", jnp.dtype(dtype).name]
     refs = (machine.array(x, shared=True) for x in (source, found))
-    dequantize._widen_body(code, most, None, *refs)
+    eight_bit_tiles._widen_body(code, most, None, *refs)
     tile = found.reshape(-1)[places(rows, columns, wide, 2)]
     np.testing.assert_array_equal(tile.astype(np.float32), numbers.astype(np.float32))
 

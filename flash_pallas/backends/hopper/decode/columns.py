@@ -19,13 +19,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...gpu.ptx import draft_bits, inline, modifiers
+from ...gpu.ptx import draft_bits, inline, inline_columns, modifiers
+from ...gpu.ptx.eight_bit_tiles import key_rows, value_of, value_rows
+from ...gpu.ptx.scaled_rows import load_scaled
 from ..common.pipeline import swizzles
-from . import inline_columns
 from .consumer import Consumer, Folded, QueryFragments
-from .dequantize import key_rows, value_of, value_rows
 from .plan import DecodeCta, Keys
-from .scaled_rows import load_scaled
 
 LEAST_SCALE = 2.0**-100  # of pages of V: smaller ones are as this one to float16 weights
 # In float16 weights are at most 2**14 and not 1, so that those of 2**-28 are rounded as 1 is.

@@ -14,14 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf
 
 from ....core import softmax
 from ....core.decode import DecodeProblem
 from ....core.problem import Outputs
 from ...gpu.launch import float32, launch
-from ...gpu.ptx.inline import at, elements, i32_constant
+from ...gpu.ptx.first_columns import store_columns
 from ..common.pipeline import row_buffer
 from .plan import JOINING_THREADS, DecodePlan, DecodeResults, Packed, combined_columns, packed_row
 from .tiles import takes_wide
@@ -157,11 +155,11 @@ class CombineKernel:
         result = (found.o * (1.0 / sums)).astype(out.o.dtype)
         if packed is None:
             target = self.own_columns(out.o.at[batch, query, q_head])
-            _store(result, target, self.plan.interpret)
+            store_columns(result, target, self.plan.interpret)
         else:
             place, exists = packed
             target = self.own_columns(out.o.at[place, q_head])
-            store_o = functools.partial(_store, result, target, self.plan.interpret)
+            store_o = functools.partial(store_columns, result, target, self.plan.interpret)
             pl.when(exists)(store_o)
 
         def store_row():
@@ -297,32 +295,6 @@ def _load(ref):
     return plgpu.load(
         ref, layout=plgpu.Layout.WG_STRIDED((size,), vec_size=size // JOINING_THREADS)
     )
-
-
-def _store(row, target, interpret: bool):
-    """Writes the first columns of a row, as many as `target` has."""
-    columns = target.shape[0]
-    if columns == row.shape[0]:
-        target[...] = row
-    elif interpret:
-        target[...] = row[:columns]
-    else:
-        layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=row.shape[0] // JOINING_THREADS)
-        plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(_store_body)(row, target)
-
-
-def _store_body(_, row, target):
-    columns, (places,) = i32_constant(target.type.shape[0]), row.layout.thread_idxs(row.shape)
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    register = row.registers.flat[0]
-    first = arith.index_cast(i32, places[0])
-    for e in range(elements(register)):
-        column = arith.addi(first, i32_constant(e))
-        inside = arith.cmpi(arith.CmpIPredicate.ult, column, columns)
-        branch = scf.IfOp(inside)
-        with ir.InsertionPoint(branch.then_block):
-            memref.store(at(register, e), target, [arith.index_cast(index, column)])
-            scf.yield_([])
 
 
 def combine(

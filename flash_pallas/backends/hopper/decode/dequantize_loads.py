@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ...gpu.ptx.eight_bit_tiles import widen
 from ..common.pipeline import Ring
-from .dequantize import widen
 from .loads import DecodeProducer, Pages
 from .plan import DecodeCta, DecodePlan, Keys
 from .tiles import takes_wide

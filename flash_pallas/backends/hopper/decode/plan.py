@@ -16,9 +16,9 @@ from ....core.decode import DraftArrays
 from ....core.mask import Mask
 from ...gpu.launch import WARPGROUP_ROWS, float32
 from ...gpu.ptx import inline
+from ...gpu.ptx.pack_gqa import PackedGqa
 from ..common import pipeline
 from ..common.pipeline import Ring
-from .pack_gqa import PackedGqa
 from .tiles import DecodeBarriers, DecodeLayout, DecodeSmem, takes_wide
 
 JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one element or more each

@@ -13,10 +13,10 @@ from ....core.decode import MAX_SPLITS, VALUES_BEHIND_KEYS, DecodeProblem
 from ....core.integers import round_up
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...gpu.ptx import draft_bits
+from ...gpu.ptx.inline_columns import WARPS
 from ..common.pipeline import SMEM_LIMIT, row_buffer, swizzles, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..forward.tiles import NATIVE_HEAD_DIMS, native_head_dims
-from .inline_columns import WARPS
 
 SMEM_PER_SM = 233_472  # bytes of an SM
 RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for

@@ -30,6 +30,7 @@ from ....core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedS
 from ....core.scores import TileInputs
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline
+from ...gpu.ptx.some_rows import Some
 from ..common.pipeline import clear_from, clear_outside
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode.combine import CombineKernel
@@ -47,7 +48,6 @@ from ..forward.tiles import (
     QTile,
     claims_tiles,
 )
-from .rows import Some
 from .tiles import (
     EMPTY,
     TileRow,

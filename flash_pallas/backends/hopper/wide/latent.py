@@ -56,11 +56,11 @@ from ...gpu import score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline, online_softmax
 from ...gpu.ptx.online_softmax import Maxima, far_of
+from ...gpu.ptx.pack_gqa import PackedGqa
 from ...gpu.score_tile import RegisterTile
 from ..common.pipeline import clear_from, fits, hidden, row_buffer, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode import combine
-from ..decode.pack_gqa import PackedGqa
 from ..decode.plan import DecodePlan, DecodeResults
 from ..decode.tiles import MIN_KEYS_PER_SPLIT, NEARLY_BEST, DecodeBlocks
 from ..forward.softmax import per_row

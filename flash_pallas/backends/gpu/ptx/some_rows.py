@@ -17,9 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from ...gpu.launch import WARPGROUP_ROWS, tile_transforms
-from ...gpu.ptx.inline import PIECE_BYTES, WARPGROUP, i32_constant, opaque, splat
-from ..decode.pack_gqa import TilePieces, own_thread
+from ..launch import WARPGROUP_ROWS, tile_transforms
+from .inline import PIECE_BYTES, WARPGROUP, i32_constant, opaque, splat
+from .pack_gqa import TilePieces, own_thread
 
 
 @dataclasses.dataclass(frozen=True)

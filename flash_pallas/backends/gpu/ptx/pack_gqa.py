@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from ...gpu.launch import WARPGROUP_ROWS, tile_transforms
-from ...gpu.ptx import inline
-from ...gpu.ptx.inline import PIECE_BYTES, WARPGROUP, fragmented, i32_constant, opaque, splat
+from ..launch import WARPGROUP_ROWS, tile_transforms
+from . import inline
+from .inline import PIECE_BYTES, WARPGROUP, fragmented, i32_constant, opaque, splat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ...gpu.launch import tile_transforms
-from ...gpu.ptx.inline import WARP, WARPGROUP, assembly, at, coordinates, fragmented, i32_constant
+from ..launch import tile_transforms
+from .inline import WARP, WARPGROUP, assembly, at, coordinates, fragmented, i32_constant
 
 AT_ONCE = 8  # numbers that a thread of the producer converts
 VALUE_THREADS = WARPGROUP // 4  # that share the columns of a key: the other lanes have other keys

@@ -11,8 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from ...gpu.launch import WARPGROUP_ROWS, tile_transforms
-from ...gpu.ptx.inline import (
+from ..launch import WARPGROUP_ROWS, tile_transforms
+from .eight_bit_tiles import pointer
+from .inline import (
     COLS,
     WARP,
     WARPGROUP,
@@ -25,7 +26,6 @@ from ...gpu.ptx.inline import (
     pair,
     splat,
 )
-from .dequantize import pointer
 
 WARPS = WARPGROUP // WARP
 _COMBINE = {"max": (arith.maximumf, jnp.max), "add": (arith.addf, jnp.sum)}

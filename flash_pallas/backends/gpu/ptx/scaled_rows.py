@@ -2,7 +2,7 @@
 
 Each row is multiplied by a power of two that brings its largest element between 2**13 and 2**14: no
 bfloat16 overflows then, and only what is 2**-28 of the largest and less loses digits. Columns are
-in the order of widening.key_rows.
+in the order of eight_bit_tiles.key_rows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, scf, vector
 
-from ...gpu.launch import tile_transforms
-from ...gpu.ptx.inline import at, i32_constant
-from .dequantize import pointer
+from ..launch import tile_transforms
+from .eight_bit_tiles import pointer
+from .inline import at, i32_constant
 from .pack_gqa import PackedGqa, Pieces
 
 LARGEST_BITS = 13  # floor(log2) of a row's largest number
