@@ -56,8 +56,9 @@ from ...gpu import online_softmax, score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.online_softmax import Maxima, far_of
 from ...gpu.ptx import inline
+from ...gpu.ptx.cleared_rows import clear_from
 from ...gpu.score_tile import RegisterTile
-from ..common.pipeline import clear_from, fits, hidden, row_buffer, tile_buffer
+from ..common.pipeline import fits, hidden, row_buffer, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode import combine
 from ..decode.pack_gqa import PackedGqa
