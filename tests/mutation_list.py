@@ -515,7 +515,7 @@ SHARED_AND_HOPPER = (
              "unit = 2.0**-self.weight_bits", "unit = 1.0",
              "test_hopper_decode.py::test_decode_kernels[int8_pages_of_16]"),
     Mutation("decode, end of V", "backends/hopper/decode/plan.py",
-             "pipeline.clear_from(tile, valid, ", "pipeline.clear_from(tile, valid + 64, ",
+             "cleared_rows.clear_from(tile, valid, ", "cleared_rows.clear_from(tile, valid + 64, ",
              "test_hopper_decode.py::test_decode_kernels[around_two_blocks]"),
     Mutation("eight bits, parts of V", "backends/hopper/decode/dequantize_loads.py",
              "pl.ds(i * columns, columns)", "pl.ds(0 * i, columns)",

@@ -15,7 +15,7 @@ from ....core import integers as ints
 from ....core.decode import DraftArrays
 from ....core.mask import Mask
 from ...gpu.launch import WARPGROUP_ROWS, float32
-from ...gpu.ptx import inline
+from ...gpu.ptx import cleared_rows, inline
 from ...gpu.ptx.pack_gqa import PackedGqa
 from ..common import pipeline
 from ..common.pipeline import Ring
@@ -283,9 +283,9 @@ class DecodePlan(DecodeLayout):
         """
         valid = keys.length - first
         if keys.start is None:
-            pipeline.clear_from(tile, valid, swizzle, self.interpret)
+            cleared_rows.clear_from(tile, valid, swizzle, self.interpret)
         else:
-            pipeline.clear_outside(tile, keys.start - first, valid, swizzle, self.interpret)
+            cleared_rows.clear_outside(tile, keys.start - first, valid, swizzle, self.interpret)
 
     def _uses(self, block, end):
         """Returns how many of block, block + num_splits, ... lie before `end`."""

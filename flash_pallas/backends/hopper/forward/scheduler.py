@@ -9,7 +9,6 @@ with long lists come first: see longest_first in core/block_lists.py.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
 from ....core import integers as ints
 from ....core.block_lists import BlockLists
 from ....core.problem import Problem
-from ...gpu.ptx.inline import WARPGROUP, i32_constant
+from ...gpu.ptx import tile_claims
 from ..common import tile_lists
 
 # K and V of the heads worked on at one time should stay in the 50 MB L2; 16 MB measured best on
@@ -180,12 +176,8 @@ class TileScheduler:
                 number = cta.gmem.lists.order[number]
             cta.smem.tile_numbers[slot] = jnp.full((1,), number)
         else:
-            refs = (cta.counter, place, *((cta.gmem.lists.order,) if self.has_lists else ()))
-            run = plgpu.inline_mgpu(
-                arg_types=(plgpu.RefType(),) * len(refs),
-                return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
-            )
-            number = run(functools.partial(_claim_body, self.num_ctas))(*refs)
+            order = cta.gmem.lists.order if self.has_lists else None
+            number = tile_claims.claim(self.num_ctas, cta.counter, place, order)
             if not self.has_lists:
                 number = number + jnp.int32(self.num_ctas)
         plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
@@ -279,29 +271,3 @@ def with_state(kernel: Callable, state, results):
     # The results are overwritten, and XLA drops their zeros.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
     return pl.run_state(run)((state, zeros))
-
-
-def _claim_body(num_ctas: int, _, counter, place, order=None):
-    """Adds 1 to the counter and returns what it was, to all threads and in shared memory.
-
-    With an order it returns the number of the tile that this is in it, `num_ctas` further on.
-    """
-    index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
-    zero = arith.constant(index, 0)
-    thread = arith.remui(mgpu.utils.thread_idx(), i32_constant(WARPGROUP))
-    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, thread, i32_constant(0)))
-    with ir.InsertionPoint(branch.then_block):
-        pointer = mgpu.utils.memref_ptr(counter)
-        found = llvm.inline_asm(
-            i32, [pointer], "atom.global.add.u32 $0, [$1], 1;", "=r,l", has_side_effects=True
-        )
-        if order is not None:
-            place_in_order = arith.addi(
-                arith.index_cast(index, found), arith.constant(index, num_ctas)
-            )
-            found = memref.load(order, [place_in_order])
-        memref.store(found, place, [zero])
-        scf.yield_([])
-    mgpu.utils.warpgroup_barrier()
-    number = memref.load(place, [zero])
-    return mgpu.FragmentedArray.splat(number, (), is_signed=True)

@@ -30,8 +30,8 @@ from ....core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedS
 from ....core.scores import TileInputs
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline
+from ...gpu.ptx.cleared_rows import clear_from, clear_outside
 from ...gpu.ptx.some_rows import Some
-from ..common.pipeline import clear_from, clear_outside
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode.combine import CombineKernel
 from ..decode.kernel import decode_packed, launched

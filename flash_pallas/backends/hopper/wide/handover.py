@@ -20,26 +20,15 @@ must be waited for in each CTA, which both do where nothing is held up.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.launch import WARPGROUP_ROWS
-from ...gpu.ptx.inline import WARPGROUP, WGMMA, fragmented, i32_constant
-from ..common import cluster, pipeline
-
-TILE = WARPGROUP_ROWS, WARPGROUP_ROWS
-WORDS = WARPGROUP_ROWS**2 // 2  # of 32 bits in a tile of 16-bit elements
-PIECE = 4  # words that a thread writes or reads at once
-RECEIVER = 1  # rank in the cluster
+from ...gpu.ptx import cluster, tile_words
+from ..common import pipeline
 
 
 class Received(NamedTuple):
@@ -52,12 +41,12 @@ class Received(NamedTuple):
 def received_buffer(warpgroups: int) -> Received:
     """Returns the shared memory for tiles of 16-bit elements."""
     buffer = lambda size: plgpu.SMEM((warpgroups, size), jnp.int32)
-    return Received(buffer(WORDS), buffer(2))
+    return Received(buffer(tile_words.WORDS), buffer(2))
 
 
 def stand_in(*places: int, warpgroups: int, dtype) -> jax.ShapeDtypeStruct:
     """Returns the array in device memory that the interpreter uses instead."""
-    return jax.ShapeDtypeStruct((*places, warpgroups, *TILE), dtype)
+    return jax.ShapeDtypeStruct((*places, warpgroups, *tile_words.TILE), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +78,7 @@ class Handover:
             self.stand_in[...] = tile
             self._arrive(self.handed)
             return
-        run = plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType(), plgpu.RefType()))
-        run(_send_body)(tile, *self.received)
+        tile_words.send(tile, *self.received)
 
     def drain(self):
         """Waits until the last tile has been read."""
@@ -101,9 +89,7 @@ class Handover:
     def open(self):
         """Initializes the mbarrier, and lets the first tile come."""
         if not self.interpret:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(cluster.init_body)(
-                self.received.arrived
-            )
+            cluster.init_barrier(self.received.arrived)
         self._offer()
 
     def receive(self, n):
@@ -112,82 +98,17 @@ class Handover:
             plgpu.barrier_wait(self.handed)
             tile = self.stand_in[...]
         else:
-            run = plgpu.inline_mgpu(
-                arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT),
-                return_type=plgpu.ShapeDtypeStruct(TILE, self.dtype, WGMMA),
-            )(functools.partial(_receive_body, self.dtype))
-            tile = run(*self.received, lax.rem(n, jnp.int32(2)))
+            tile = tile_words.receive(*self.received, lax.rem(n, jnp.int32(2)), self.dtype)
         self._offer()
         return tile
 
     def _offer(self):
         """Says that the slot is free, after announcing what comes into it."""
         if not self.interpret:
-            plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(_announce_body)(self.received.arrived)
+            cluster.announce(self.received.arrived, 4 * tile_words.WORDS)
         self._arrive(self.read)
 
     def _arrive(self, barrier):
         pipeline.cluster_arrive(barrier, self.interpret)
         if self.interpret:
             plgpu.barrier_wait(barrier)
-
-
-def _own_words(words):
-    """Returns the address of this thread's first piece of a slot."""
-    return arith.addi(cluster.address(words), arith.muli(cluster.thread(), i32_constant(4 * PIECE)))
-
-
-def _pieces(count: int) -> list[tuple[int, int]]:
-    """Returns (first word, distance in bytes from the thread's first piece) of its pieces."""
-    return [(i, 4 * WARPGROUP * i) for i in range(0, count, PIECE)]
-
-
-def _announce_body(_, barrier):
-    """Arrives for the phase in which the bytes of the next tile are to come."""
-    cluster.announce(barrier, 4 * WORDS)
-
-
-def _send_body(_, tile, words, barrier):
-    """Writes this thread's elements into the slot of the other CTA, where they are counted."""
-    i32 = ir.IntegerType.get_signless(32)
-    registers = [llvm.bitcast(i32, register) for register in tile.registers.flat]
-    stores = " ".join(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
-        f" [to + {distance}], {{{', '.join(f'${2 + i + word}' for word in range(PIECE))}}}, [full];"
-        for i, distance in _pieces(len(registers))
-    )
-    cluster.run(
-        "{ .reg .b32 to, full;"
-        f" mapa.shared::cluster.u32 to, $0, {RECEIVER};"
-        f" mapa.shared::cluster.u32 full, $1, {RECEIVER}; {stores} }}",
-        _own_words(words),
-        cluster.address(barrier),
-        *registers,
-    )
-
-
-def _receive_body(dtype, _, words, barrier, parity):
-    """Waits for the tile, and reads this thread's elements."""
-    cluster.wait(barrier, parity)
-    pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
-    layout = WGMMA.to_mgpu()
-    registers = np.empty(layout.registers_shape(TILE), dtype=object)
-    address, found = _own_words(words), []
-    for _, distance in _pieces(registers.size):
-        found += _load_piece(address, distance)
-    for index, word in zip(np.ndindex(*registers.shape), found, strict=True):
-        registers[index] = llvm.bitcast(pair, word)
-    return fragmented(registers, layout)
-
-
-def _load_piece(address, distance: int):
-    """Loads one piece from shared memory."""
-    i32 = ir.IntegerType.get_signless(32)
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([i32] * PIECE),
-        [address],
-        f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {distance}];",
-        "=r,=r,=r,=r,r",
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(i32, found, [i]) for i in range(PIECE)]

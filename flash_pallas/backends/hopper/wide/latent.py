@@ -55,10 +55,11 @@ from ....core.scores import TileInputs
 from ...gpu import score_tile
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline, online_softmax
+from ...gpu.ptx.cleared_rows import clear_from
 from ...gpu.ptx.online_softmax import Maxima, far_of
 from ...gpu.ptx.pack_gqa import PackedGqa
 from ...gpu.score_tile import RegisterTile
-from ..common.pipeline import clear_from, fits, hidden, row_buffer, tile_buffer
+from ..common.pipeline import fits, hidden, row_buffer, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..decode import combine
 from ..decode.plan import DecodePlan, DecodeResults

@@ -25,19 +25,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....gpu.launch import WARPGROUP_ROWS, tile_transforms
-from ....gpu.ptx import inline
-from ....gpu.ptx.inline import splat
-from ...common import cluster, pipeline
+from ....gpu.ptx import cluster, inline, tile_copies
+from ...common import pipeline
 from .tiles import SLOTS
-
-TILE = WARPGROUP_ROWS, WARPGROUP_ROWS
-TILE_BYTES = 2 * WARPGROUP_ROWS**2
 
 
 def stand_in(*places: int, dtype) -> jax.ShapeDtypeStruct:
     """Returns the array in device memory through which tiles pass under the interpreter."""
-    return jax.ShapeDtypeStruct((*places, *TILE), dtype)
+    return jax.ShapeDtypeStruct((*places, *tile_copies.TILE), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +87,8 @@ class Exchange:
     def open(self):
         """Initializes the mbarriers, and announces the first tiles of the other CTA; enters."""
         if not self.interpret:
-            run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(cluster.init_body)
             for slot in range(SLOTS):
-                run(self.arrived.at[slot])
+                cluster.init_barrier(self.arrived.at[slot])
         for n in range(SLOTS):
             self._announce(n)
         self.enter()
@@ -117,9 +111,7 @@ class Exchange:
             pipeline.cluster_arrive(self.written.at[slot], self.interpret)
             return
         plgpu.barrier_arrive(self.full.at[slot])
-        refs = plgpu.RefType(tile_transforms(self.swizzle, own.dtype)), plgpu.RefType()
-        run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
-        run(_send_body)(own, self.arrived.at[slot], 1 - self.rank)
+        tile_copies.send(own, self.arrived.at[slot], 1 - self.rank, self.swizzle)
 
     def receive(self, n):
         """Waits for both n-th tiles, and announces the next one that comes into the slot."""
@@ -135,8 +127,7 @@ class Exchange:
 
     def _announce(self, n):
         if not self.interpret:
-            run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-            run(_announce_body)(self.arrived.at[self.slot(n)])
+            cluster.announce(self.arrived.at[self.slot(n)], tile_copies.TILE_BYTES)
 
     # --- both ------------------------------------------------------------------------------------
 
@@ -149,34 +140,9 @@ class Exchange:
         slot = self.slot(n)
         plgpu.barrier_wait(self.full.at[slot])
         if not self.interpret:
-            run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
             parity = lax.rem(lax.div(jnp.int32(n), jnp.int32(SLOTS)), jnp.int32(2))
-            run(_wait_body)(self.arrived.at[slot], parity)
+            cluster.await_bytes(self.arrived.at[slot], parity)
 
     def release(self, n):
         """Says that this warpgroup has read both n-th tiles."""
         pipeline.cluster_arrive(self.empty.at[self.slot(n)], self.interpret)
-
-
-def _announce_body(_, barrier):
-    """Arrives for the phase in which the bytes of the next tile are to come."""
-    cluster.announce(barrier, TILE_BYTES)
-
-
-def _send_body(_, tile, barrier, other):
-    """Starts the copy of a tile to the same place of the other CTA, where its bytes are counted."""
-    cluster.run(
-        "{ .reg .pred first; .reg .b32 to, full; setp.eq.s32 first, $2, 0;"
-        " mapa.shared::cluster.u32 to, $0, $3; mapa.shared::cluster.u32 full, $1, $3;"
-        " @first cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-        f" [to], [$0], {TILE_BYTES}, [full]; }}",
-        cluster.address(tile),
-        cluster.address(barrier),
-        cluster.thread(),
-        splat(other),
-    )
-
-
-def _wait_body(_, barrier, parity):
-    """Waits for the end of the phase with this parity."""
-    cluster.wait(barrier, parity)
