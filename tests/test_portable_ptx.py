@@ -33,9 +33,7 @@ def machine(monkeypatch):
     found = Machine()
     copies = async_copies, device_tiles, device_sums
     found.install(monkeypatch, threads, mma_sync, rows_of_grids, split_sums, *copies)
-    layout = types.SimpleNamespace(to_mgpu=Layout)
-    for module in (device_tiles, device_sums):
-        monkeypatch.setattr(module, "WGMMA", layout)
+    monkeypatch.setattr(device_tiles, "WGMMA", types.SimpleNamespace(to_mgpu=Layout))
     return found
 
 
