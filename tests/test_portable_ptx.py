@@ -8,15 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flash_pallas.backends.gpu.ptx import inline
-from flash_pallas.backends.portable.backward.dbias import kernel as dbias_kernel
-from flash_pallas.backends.portable.backward.fused import kernel as fused_kernel
-from flash_pallas.backends.portable.common import auxiliary_inputs, mma, shares, smem_tiles
-from flash_pallas.backends.portable.common.mma import WGMMA, Grid
-from flash_pallas.backends.portable.common.smem_tiles import UNIT_ELEMENTS
-from flash_pallas.backends.portable.decode import dequantize
-from flash_pallas.backends.portable.decode import kernel as decode_kernel
-from flash_pallas.backends.portable.forward import kernel as forward_kernel
+from flash_pallas.backends.gpu.ptx import (
+    async_copies,
+    dequantize_padded,
+    device_sums,
+    device_tiles,
+    inline,
+    mma_sync,
+    rows_of_grids,
+    split_sums,
+    threads,
+)
+from flash_pallas.backends.gpu.ptx.mma_sync import WGMMA, Grid
+from flash_pallas.backends.gpu.ptx.threads import UNIT_ELEMENTS
+from flash_pallas.backends.portable.backward.fused.kernel import DqSums
 
 from .ptx import BFLOAT16, Layout, Machine, Tile
 
@@ -26,12 +31,9 @@ DTYPES = (BFLOAT16, np.dtype(np.float16))
 @pytest.fixture
 def machine(monkeypatch):
     found = Machine()
-    kernels = forward_kernel, fused_kernel, dbias_kernel, decode_kernel
-    found.install(monkeypatch, smem_tiles, mma, shares, auxiliary_inputs, *kernels)
-    layout = types.SimpleNamespace(to_mgpu=Layout)
-    monkeypatch.setattr(
-        auxiliary_inputs, "inline", types.SimpleNamespace(WGMMA=layout, ROWS=inline.ROWS)
-    )
+    copies = async_copies, device_tiles, device_sums
+    found.install(monkeypatch, threads, mma_sync, rows_of_grids, split_sums, *copies)
+    monkeypatch.setattr(device_tiles, "WGMMA", types.SimpleNamespace(to_mgpu=Layout))
     return found
 
 
@@ -59,9 +61,9 @@ def test_copies_fill_a_tile(machine, rows, columns, held, first, limit):
     source = draw(0, 200, 3, held)
     found, ref = tile(machine, rows, columns)
     of_head = machine.array(source, lambda x: x[:, 1])
-    smem_tiles._start_body(True, None, of_head, ref, np.int64(first), np.int64(limit))
+    async_copies._start_body(True, None, of_head, ref, np.int64(first), np.int64(limit))
     assert np.isnan(found[:, :columns].astype(np.float32)).all()
-    smem_tiles._wait_body(0, None)
+    async_copies._wait_body(0, None)
     expected = np.zeros((rows, columns), BFLOAT16)
     there = max(min(limit - first, rows, 200 - first), 0)
     expected[:there, :held] = source[first : first + there, 1]
@@ -75,8 +77,8 @@ def test_copies_begin_at_a_start(machine, columns, start):
     source = draw(0, 200, 3, columns)
     found, ref = tile(machine, 64, columns)
     bounds = map(np.int64, (32, 70, start))
-    smem_tiles._start_body(True, None, machine.array(source, lambda x: x[:, 1]), ref, *bounds)
-    smem_tiles._wait_body(0, None)
+    async_copies._start_body(True, None, machine.array(source, lambda x: x[:, 1]), ref, *bounds)
+    async_copies._wait_body(0, None)
     row = np.arange(32, 96)[:, None]
     expected = np.where((row >= start) & (row < 70), source[32:96, 1], 0).astype(BFLOAT16)
     np.testing.assert_array_equal(found[:, :columns], expected)
@@ -93,8 +95,8 @@ def test_copies_of_rows_of_two_axes(machine, first, columns, held):
     source = draw(0, 30, 8, held)
     found, ref = tile(machine, 64, columns)
     group = machine.array(source, lambda x: x[:, 4:8])
-    smem_tiles._start_body(False, None, group, ref, np.int64(first), np.int64(100))
-    smem_tiles._wait_body(0, None)
+    async_copies._start_body(False, None, group, ref, np.int64(first), np.int64(100))
+    async_copies._wait_body(0, None)
     expected = np.zeros((64, columns), BFLOAT16)
     rows = source[:, 4:8].reshape(-1, held)[first : min(first + 64, 100)]
     expected[: len(rows), :held] = rows
@@ -107,8 +109,8 @@ def test_copies_of_every_width(machine, columns, held):
     source = draw(0, 40, 2, held)
     found, ref = tile(machine, 32, columns)
     of_head = machine.array(source, lambda x: x[:, 1])
-    smem_tiles._start_body(True, None, of_head, ref, np.int64(16), np.int64(37))
-    smem_tiles._wait_body(0, None)
+    async_copies._start_body(True, None, of_head, ref, np.int64(16), np.int64(37))
+    async_copies._wait_body(0, None)
     expected = np.zeros((32, columns), BFLOAT16)
     expected[:21, :held] = source[16:37, 1]
     np.testing.assert_array_equal(found[:, :columns], expected)
@@ -120,11 +122,11 @@ def test_results_are_written(machine, rows, columns, held):
     """Stores registers through a tile to rows of one head; nothing else of the array changes."""
     values = draw(1, rows, columns)
     staged, ref = tile(machine, rows, columns)
-    mma.put_body(WGMMA, None, Tile.of(values), ref, np.int64(0))
+    mma_sync.put_body(WGMMA, None, Tile.of(values), ref, np.int64(0))
     np.testing.assert_array_equal(staged[:, :columns], values)
     target = np.zeros((150, 2, held), BFLOAT16)
     of_head = machine.array(target, lambda x: x[:, 1])
-    smem_tiles._store_body(False, None, of_head, ref, np.int64(100), np.int64(150))
+    async_copies._store_body(False, None, of_head, ref, np.int64(100), np.int64(150))
     expected = np.zeros_like(target)
     expected[100:150, 1] = values[:50, :held]
     np.testing.assert_array_equal(target, expected)
@@ -142,8 +144,8 @@ def test_products(machine, dtype, rows, summed, columns, transposed, in_register
     stored = b.T if transposed else b
     of_b = tile(machine, *stored.shape, stored, dtype)[1]
     machine.shape = rows, columns
-    how = mma._How(right_transposed=transposed)
-    found = mma._add_body(how, None, Tile.of(start), of_a, of_b, np.int64(0)).values()
+    how = mma_sync.How(right_transposed=transposed)
+    found = mma_sync._add_body(how, None, Tile.of(start), of_a, of_b, np.int64(0)).values()
     exact = start + a.astype(np.float64) @ b.astype(np.float64)
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
 
@@ -155,9 +157,9 @@ def test_products_of_some_columns(machine, first, summed):
     a, b = draw(2, 64, 80), draw(3, 32, 80)
     of_a, of_b = (tile(machine, *x.shape, x)[1] for x in (a, b))
     machine.shape = 64, 32
-    how = mma._How(right_transposed=True, summed=summed, moved=first > 0)
+    how = mma_sync.How(right_transposed=True, summed=summed, moved=first > 0)
     start = Tile.of(np.zeros((64, 32), np.float32))
-    found = mma._add_body(how, None, start, of_a, of_b, np.int64(first)).values()
+    found = mma_sync._add_body(how, None, start, of_a, of_b, np.int64(first)).values()
     some = slice(first, first + summed)
     exact = a[:, some].astype(np.float64) @ b[:, some].astype(np.float64).T
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5 * summed)
@@ -169,10 +171,10 @@ def test_scores_of_two_warpgroups_are_summed(machine, columns):
     own, other = (draw(seed, 64, columns, dtype=np.float32) for seed in (2, 3))
     parts = np.full((2, 64, columns), np.nan, np.float32)
     ref = machine.array(parts, lambda x: x[1], shared=True)
-    shares._put_body(None, Tile.of(other), ref)
+    split_sums._put_body(None, Tile.of(other), ref)
     assert np.isnan(parts[0]).all() and not np.isnan(parts[1]).any()
     machine.shape = 64, columns
-    found = shares._sum_body(None, Tile.of(own), ref).values()
+    found = split_sums._sum_body(None, Tile.of(own), ref).values()
     np.testing.assert_array_equal(found, own + other)
 
 
@@ -215,9 +217,9 @@ def test_products_of_a_grid(machine, dtype, shape, summed, column, transposed):
     of_a = tile(machine, *stored.shape, stored, dtype)[1]
     of_b = tile(machine, *b.shape, b, dtype)[1]
     machine.shape = own.label(rows, columns)
-    how = mma._How(left_transposed=transposed, grid=own)
+    how = mma_sync.How(left_transposed=transposed, grid=own)
     of_start = Tile.of(labelled(start, own))
-    found = mma._add_body(how, None, of_start, of_a, of_b, np.int64(column)).values()
+    found = mma_sync._add_body(how, None, of_start, of_a, of_b, np.int64(column)).values()
     exact = start + a.astype(np.float64) @ b[:, column : column + columns].astype(np.float64)
     np.testing.assert_allclose(found, labelled(exact, own), rtol=0, atol=1e-5 * summed)
 
@@ -227,7 +229,7 @@ def test_accumulators_of_a_grid_are_written(machine, shape):
     """Checks that every element goes to its own place, and to no other."""
     values, own = draw(1, *shape), Grid.of(*shape)
     staged, ref = tile(machine, shape[0], shape[1] + 32)
-    mma.put_body(own, None, Tile.of(labelled(values, own)), ref, np.int64(16))
+    mma_sync.put_body(own, None, Tile.of(labelled(values, own)), ref, np.int64(16))
     np.testing.assert_array_equal(staged[:, 16 : 16 + shape[1]], values)
     staged[:, 16 : 16 + shape[1]] = np.nan
     assert np.isnan(staged.astype(np.float32)).all()
@@ -248,10 +250,10 @@ def test_numbers_of_rows_reach_accumulators_of_a_grid(machine, shape):
     for index in np.ndindex(*registers.shape):
         registers[index] = numbers[lane + at(index)][:, None]
     values = types.SimpleNamespace(registers=registers, shape=shape[:1], layout=layout)
-    forward_kernel._put_body(None, values, ref)
+    rows_of_grids._put_body(None, values, ref)
     np.testing.assert_array_equal(found, numbers)
     machine.shape = (rows,)
-    read = forward_kernel._get_body(own, rows, layout, None, ref).registers
+    read = rows_of_grids._get_body(own, rows, layout, None, ref).registers
     expected = labelled(np.repeat(numbers[:, None], shape[1], axis=1), own)[:, 0]
     for index in np.ndindex(*read.shape):
         np.testing.assert_array_equal(read[index][:, 0], expected[lane + at(index)])
@@ -266,8 +268,8 @@ def test_vectors_are_copied(machine, count, exists):
         machine.array(source, lambda x: x[1]),
         machine.array(found, lambda x: x[1], shared=True),
     )
-    smem_tiles._start_vector_body(None, of, to, np.int64(256), np.int64(count if exists else 0))
-    smem_tiles._wait_body(0, None)
+    async_copies._start_vector_body(None, of, to, np.int64(256), np.int64(count if exists else 0))
+    async_copies._wait_body(0, None)
     expected = np.full_like(found, np.nan)
     if exists:
         expected[1] = source[1, 256 : 256 + count]
@@ -280,9 +282,9 @@ def test_what_was_written_is_read_back(machine, dtype, column):
     """Reads part of a tile back, in the threads that wrote it."""
     values = draw(1, 128, 64, dtype=dtype)
     _, ref = tile(machine, 128, 128, dtype=dtype)
-    mma.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
+    mma_sync.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
     machine.shape = values.shape
-    found = mma.get_body(values.shape, Layout(), None, ref, np.int64(column)).values(dtype)
+    found = mma_sync.get_body(values.shape, Layout(), None, ref, np.int64(column)).values(dtype)
     np.testing.assert_array_equal(found, values)
 
 
@@ -291,7 +293,7 @@ def test_part_of_a_tile_is_written(machine, column):
     """Writes half of the columns, as one of two warpgroups does; the other half stays as it is."""
     values = draw(1, 128, 32)
     staged, ref = tile(machine, 128, 64)
-    mma.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
+    mma_sync.put_body(WGMMA, None, Tile.of(values), ref, np.int64(column))
     np.testing.assert_array_equal(staged[:, column : column + 32], values)
     assert np.isnan(staged[:, 32 - column : 64 - column].astype(np.float32)).all()
 
@@ -300,7 +302,7 @@ def test_part_of_a_tile_is_written(machine, column):
 @pytest.mark.parametrize(("rows", "width"), [(64, 128), (128, 64), (64, 96)])
 def test_sums_of_dq(machine, vector, rows, width):
     """Adds dQ twice from two warpgroups: each add reaches every float once; loads see the sums."""
-    sums = fused_kernel.DqSums(rows, width, vector, interpret=False)
+    sums = DqSums(rows, width, vector, interpret=False)
     values = draw(7, 2, rows, width, dtype=np.float32)
     buffer = np.ones((3, *sums.tile), np.float32)
     half = width // 2
@@ -308,11 +310,11 @@ def test_sums_of_dq(machine, vector, rows, width):
         for part in range(2):
             target = machine.array(buffer, lambda x, part=part: x[1, part])
             own = Tile.of(labelled(once[:, part * half : (part + 1) * half], sums.grid))
-            fused_kernel._add_body(vector, None, own, target)
+            device_sums._add_body(vector, None, own, target)
     machine.shape = shape = sums.grid.label(rows, half)
     for part in range(2):
         source = machine.array(buffer, lambda x, part=part: x[1, part])
-        found = fused_kernel._load_body(shape, vector, None, source).values()
+        found = device_sums._load_body(shape, vector, None, source).values()
         expected = (np.float32(1) + values[0] + values[1])[:, part * half : (part + 1) * half]
         np.testing.assert_array_equal(found, labelled(expected, sums.grid))
     np.testing.assert_array_equal(buffer[[0, 2]], np.ones_like(buffer[[0, 2]]))
@@ -321,13 +323,13 @@ def test_sums_of_dq(machine, vector, rows, width):
 def test_a_warp_adds_to_consecutive_bytes(machine):
     """Checks that thread t's element of an instruction follows that of thread t - 1."""
     for vector in (1, 4):
-        sums = fused_kernel.DqSums(64, 64, vector, interpret=False)
+        sums = DqSums(64, 64, vector, interpret=False)
         buffer = np.zeros(sums.tile, np.float32)
         me = np.arange(128, dtype=np.float32)
         own = Tile.of(np.zeros((64, 32), np.float32))
         for index in np.ndindex(own.registers.shape):
             own.registers[index] = np.stack([me, me], axis=1)
-        fused_kernel._add_body(vector, None, own, machine.array(buffer, lambda x: x[0]))
+        device_sums._add_body(vector, None, own, machine.array(buffer, lambda x: x[0]))
         expected = np.broadcast_to(np.repeat(me, vector), (16 // vector, 128 * vector))
         np.testing.assert_array_equal(buffer[0].reshape(expected.shape), expected)
 
@@ -340,7 +342,7 @@ def test_a_bias_in_registers(machine, dtype, q_axis, start):
     bias = draw(5, 2, 104, 128, dtype=dtype)
     machine.shape = shape = 64, 48
     ref = machine.array(bias, lambda x: x[1])
-    found = auxiliary_inputs._load_body(shape, q_axis, None, ref, *map(np.int64, start)).values()
+    found = device_tiles._load_body(shape, q_axis, None, ref, *map(np.int64, start)).values()
     whole = bias[1].T if q_axis else bias[1]
     part = whole[start[0] : start[0] + 64, start[1] : start[1] + 48].astype(np.float32)
     np.testing.assert_array_equal(found[: part.shape[0], : part.shape[1]], part)
@@ -353,7 +355,7 @@ def test_partial_results_of_decoding(machine, columns, first):
     values = draw(6, 64, 128, dtype=np.float32)
     target = np.zeros((2, 90, columns), np.float32)
     ref = machine.array(target, lambda x: x[1])
-    mma._store_body(4, True, None, Tile.of(values), ref, np.int64(first), np.int64(0))
+    mma_sync._store_body(4, True, None, Tile.of(values), ref, np.int64(first), np.int64(0))
     expected = np.zeros_like(target)
     count = min(64, 90 - first)
     expected[1, first : first + count] = values[:count, :columns]
@@ -368,7 +370,7 @@ def test_a_sum_is_written(machine, dtype, starts, columns):
     target = np.zeros((2, 90, columns), dtype)
     ref = machine.array(target, lambda x: x[1])
     starts = tuple(map(np.int64, starts))
-    mma._store_body(dtype.itemsize, False, None, Tile.of(values), ref, *starts)
+    mma_sync._store_body(dtype.itemsize, False, None, Tile.of(values), ref, *starts)
     expected = np.zeros_like(target)
     part = expected[1, starts[0] : starts[0] + 64, starts[1] : starts[1] + 48]
     part[...] = values[: part.shape[0], : part.shape[1]]
@@ -379,14 +381,14 @@ def test_a_sum_is_written(machine, dtype, starts, columns):
 @pytest.mark.parametrize("raw", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (32, 80)])
 def test_every_number_of_eight_bits_is_widened(machine, monkeypatch, dtype, raw, rows, columns):
-    machine.install(monkeypatch, dequantize)
+    machine.install(monkeypatch, dequantize_padded)
     numbers = np.arange(256, dtype=np.uint8)
     numbers = np.resize(numbers, (rows, columns)).view(jnp.dtype(raw))
     source = np.zeros((rows, columns + 16), numbers.dtype)
     source[:, :columns] = numbers
     found, ref = tile(machine, rows, columns, dtype=dtype)
-    code = dequantize.CODE[raw, jnp.dtype(dtype).name]
-    dequantize._widen_body(code, None, machine.array(source, shared=True), ref)
+    code = dequantize_padded.CODE[raw, jnp.dtype(dtype).name]
+    dequantize_padded._widen_body(code, None, machine.array(source, shared=True), ref)
     expected = numbers.astype(np.float32)
     np.testing.assert_array_equal(found[:, :columns].astype(np.float32), expected)
     np.testing.assert_array_equal(np.signbit(found[:, :columns]), np.signbit(expected))
@@ -398,8 +400,8 @@ def test_copies_of_eight_bits(machine, columns, first, limit, start):
     source = np.random.default_rng(0).integers(-128, 128, (200, 3, columns - 16)).astype(np.int8)
     found = np.full((16, columns + 16), 99, np.int8)
     ref, of_head = machine.array(found, shared=True), machine.array(source, lambda x: x[:, 1])
-    smem_tiles._start_body(True, None, of_head, ref, *map(np.int64, (first, limit, start)))
-    smem_tiles._wait_body(0, None)
+    async_copies._start_body(True, None, of_head, ref, *map(np.int64, (first, limit, start)))
+    async_copies._wait_body(0, None)
     expected = np.zeros((16, columns), np.int8)
     for row in range(max(first, start), min(limit, first + 16)):
         expected[row - first, : columns - 16] = source[row, 1]

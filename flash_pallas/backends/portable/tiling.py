@@ -22,12 +22,12 @@ from ..gpu import auxiliary_arrays
 from ..gpu.auxiliary_arrays import LONGEST_TILE
 from ..gpu.launch import MAX_GRID, WARPGROUP_ROWS, shared_memory
 from ..gpu.ptx import draft_bits
-from .common.mma import Grid
+from ..gpu.ptx.mma_sync import Grid
+from ..gpu.ptx.threads import UNIT
 from .common.shares import ScoreParts, score_parts
 from .common.smem_tiles import (
     DTYPES,
     HEAD_DIM_MULTIPLE,
-    UNIT,
     WIDEST_ALONE,
     buffer,
     warpgroups_of,

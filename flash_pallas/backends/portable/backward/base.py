@@ -19,10 +19,10 @@ from ....core.scores import TileInputs
 from ....core.softmax import EMPTY_ROW
 from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem, within_reach
+from ...gpu.ptx.mma_sync import STEP
 from ...gpu.score_tile import RegisterTile, Weights
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
 from ..common.kernel import Kernel, Step, Steps, masked_unless, q_tile_range
-from ..common.mma import STEP
 from ..common.smem_tiles import Copies, Copy
 from ..tiling import FusedSizes, ScoreLines, TileSizes
 

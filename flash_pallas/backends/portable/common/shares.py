@@ -17,16 +17,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.ptx import inline
-from ...gpu.ptx.inline import at, coordinates, fragmented, pair
+from ...gpu.ptx import split_sums
 from .mma import Matmuls
-from .smem_tiles import THREADS, Warpgroups, assembly, linear, shared_address, thread
-
-VECTOR = 4  # floats that a thread writes or reads at once
-ROUND = THREADS * VECTOR  # floats of one round of all threads
+from .smem_tiles import Warpgroups
 
 
 class ScoreParts(NamedTuple):
@@ -93,44 +87,6 @@ class Shares:
             parts[rank] = part
             self.warpgroups.sync()
             return part + parts[1 - rank]
-        plgpu.inline_mgpu(arg_types=(inline.WGMMA, plgpu.RefType()))(_put_body)(
-            part, parts.at[rank]
-        )
+        split_sums.put(part, parts.at[rank])
         self.warpgroups.sync()
-        run = plgpu.inline_mgpu(
-            arg_types=(inline.WGMMA, plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct(part.shape, jnp.float32, inline.WGMMA),
-        )(_sum_body)
-        return run(part, parts.at[1 - rank])
-
-
-# --- what is written into the kernel -------------------------------------------------------------
-# A thread of either warpgroup has the same elements of a tile as the other's thread of its index.
-# So elements lie in the order of threads: no two lanes of a quarter warp meet in a bank.
-
-
-def _rounds(values, tile):
-    """Yields (indices of the registers, address, byte offset) of four floats at a time."""
-    address = linear(shared_address(tile), (thread(), 4 * VECTOR))
-    indices = [index for index, *_ in coordinates(values.shape, values.layout)]
-    for n in range(0, len(indices), 2):
-        yield indices[n : n + 2], address, 4 * ROUND * (n // 2)
-
-
-def _put_body(_, values, tile):
-    for indices, address, offset in _rounds(values, tile):
-        floats = [at(values.registers[index], e) for index in indices for e in (0, 1)]
-        code = f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
-        assembly(code, "r,f,f,f,f", address, *floats)
-
-
-def _sum_body(_, values, tile):
-    f32, four = ir.F32Type.get(), ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    registers = values.registers.copy()
-    for indices, address, offset in _rounds(values, tile):
-        code = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-        found = llvm.inline_asm(four, [address], code, "=f,=f,=f,=f,r", has_side_effects=True)
-        floats = [llvm.extractvalue(f32, found, [i]) for i in range(VECTOR)]
-        for index, both in zip(indices, (floats[:2], floats[2:]), strict=True):
-            registers[index] = arith.addf(registers[index], pair(*both))
-    return fragmented(registers, values.layout)
+        return split_sums.added(part, parts.at[1 - rank])

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
 
-from ...gpu.ptx import inline
-from ...gpu.ptx.inline import ROWS, WGMMA, at, coordinates, fragmented
+from ...gpu.ptx.inline import ROWS
 from ...gpu.ptx.online_softmax import LOWEST, Maxima, compared
+from ...gpu.ptx.sums_of_rows import partial_sums
 
 # O is rescaled where a row's maximum grew by more, in base 2. Weights stay below 2**8, which
 # float16 holds, and most steps save a multiplication per element of O.
@@ -31,7 +26,7 @@ class Rows(NamedTuple):
     # The largest logits; LOWEST where none was seen. -inf would have to be told from a number in
     # every step, as -inf - -inf is a NaN: 8 instructions, and 4 registers with 128 rows.
     maxima: Maxima
-    l: Any  # f32[rows], the sum of the weights; see row_sums
+    l: Any  # f32[rows], the sum of the weights; see sums_of_rows
 
 
 class Weighed(NamedTuple):
@@ -40,7 +35,7 @@ class Weighed(NamedTuple):
     p: Any  # weights
     alpha: Any  # () -> f32[rows]: what sums before are to be multiplied by
     maxima: Maxima  # what they are relative to
-    sums: Any  # f32[rows], of them; see row_sums
+    sums: Any  # f32[rows], of them; see sums_of_rows
     grew: Any  # i32, uniform over a warp: 1 if alpha is not 1 in some row
 
 
@@ -61,7 +56,7 @@ class Online:
     def no_keys(self, rows: int, zeros) -> Rows:
         """Returns the state before the first KV block; `zeros` is O."""
         full = lambda value: jnp.full((rows,), value, jnp.float32)
-        cast = lambda x: x if self.interpret else plgpu.layout_cast(x, inline.ROWS)
+        cast = lambda x: x if self.interpret else plgpu.layout_cast(x, ROWS)
         maxima = Maxima(cast(full(LOWEST)), cast(full(0.0)) if self.far else None)
         return Rows(zeros, maxima, no_sums(rows, self.interpret))
 
@@ -101,51 +96,3 @@ def no_sums(rows: int, interpret: bool):
     """Returns the sums of no tile: zeros, f32[rows]."""
     zeros = jnp.zeros((rows,), jnp.float32)
     return zeros if interpret else plgpu.layout_cast(zeros, ROWS)
-
-
-def partial_sums(tile, interpret: bool):
-    """Computes f32[rows]: each lane sums its own columns; the interpreter sums all columns."""
-    if interpret:
-        return tile.sum(axis=1)
-    run = plgpu.inline_mgpu(
-        arg_types=(WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(tile.shape[:1], jnp.float32, ROWS),
-    )(_partial_sums_body)
-    return run(tile)
-
-
-def row_sums(sums, interpret: bool):
-    """Reduces the partial sums of the lanes to the row sums, f32[rows]."""
-    if interpret:
-        return sums
-    run = plgpu.inline_mgpu(
-        arg_types=(ROWS,), return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, ROWS)
-    )(_row_sums_body)
-    return run(sums)
-
-
-def _partial_sums_body(_, tile):
-    layout, found = ROWS.to_mgpu(), {}
-    for index, row, _ in coordinates(tile.shape, tile.layout):
-        register = tile.registers[index]
-        found.setdefault(row, []).extend(at(register, e) for e in (0, 1))
-    registers = np.empty(layout.registers_shape(tile.shape[:1]), dtype=object)
-    strides = layout.tiling.tile_strides((1,))
-    for index in np.ndindex(*registers.shape):
-        row = sum(i * stride for i, stride in zip(index, strides, strict=True))
-        registers[index] = _single(functools.reduce(arith.addf, found[row]))
-    return fragmented(registers, layout)
-
-
-def _row_sums_body(_, sums):
-    registers = sums.registers.copy()
-    for index in np.ndindex(*registers.shape):
-        total = at(registers[index], 0)
-        for distance in (1, 2):
-            total = arith.addf(total, mgpu.utils.shfl_bfly(total, distance))
-        registers[index] = _single(total)
-    return fragmented(registers, sums.layout)
-
-
-def _single(x):
-    return vector.broadcast(ir.VectorType.get((1,), x.type), x)

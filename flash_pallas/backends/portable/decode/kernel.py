@@ -32,17 +32,18 @@ from ....core.scores import TileInputs
 from ...gpu import score_tile
 from ...gpu.launch import float32, launch
 from ...gpu.ptx import draft_bits, inline, modifiers
+from ...gpu.ptx.dequantize_padded import widen
 from ...gpu.ptx.draft_bits import DraftBits
+from ...gpu.ptx.mma_sync import store_accumulator
 from ...gpu.ptx.online_softmax import far_of, settled
+from ...gpu.ptx.sums_of_rows import row_sums
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common.auxiliary_inputs import load_vector
 from ..common.kernel import Kernel, Steps
-from ..common.mma import store_accumulator
 from ..common.smem_tiles import Copy, columns_of
-from ..common.softmax import Online, Rows, per_row, row_sums
+from ..common.softmax import Online, Rows, per_row
 from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
-from .dequantize import widen
 
 
 class DecodeArrays(NamedTuple):

@@ -21,12 +21,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ....core import block_lists, bounds, dropout, scores, softmax
 from ....core.mask import Limits
@@ -35,27 +32,17 @@ from ...gpu import score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
 from ...gpu.launch import launch
 from ...gpu.ptx import inline
-from ...gpu.ptx.inline import ROWS, at, fragmented, i32_constant
+from ...gpu.ptx.mma_sync import Grid
 from ...gpu.ptx.online_softmax import LOWEST, far_of, settled
+from ...gpu.ptx.rows_of_grids import get_rows, put_rows
+from ...gpu.ptx.sums_of_rows import row_sums
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments
 from ..common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
-from ..common.mma import WGMMA, Grid
 from ..common.shares import Shares
-from ..common.smem_tiles import (
-    WARP,
-    Copies,
-    Copy,
-    Stream,
-    assembly,
-    linear,
-    shared_address,
-    thread,
-    warpgroups_of,
-    widths,
-)
-from ..common.softmax import SLACK, Online, Rows, Weighed, per_row, row_sums
+from ..common.smem_tiles import Copies, Copy, Stream, warpgroups_of, widths
+from ..common.softmax import SLACK, Online, Rows, Weighed, per_row
 from ..tiling import Exchange, ForwardSmem, TileSizes
 
 
@@ -359,7 +346,7 @@ def grid(problem: Problem, blocks: int) -> dict[str, int]:
 # Reads of shared memory dominate a step of a wide head: every warp loads its own operands. A warp
 # that has 16 rows of P in registers and accumulates all columns of O for them reads all of V.
 # Through shared memory any warp can have any rows: with 64 rows and 256 columns a warp has all rows
-# and a quarter of the columns, and reads 16 KB instead of 32 KB for a matmul of 64 keys (mma.Grid).
+# and a quarter of the columns, and reads 16 KB instead of 32 KB for a matmul of 64 keys (see Grid).
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,55 +431,3 @@ class SharedWeights(Kernel):
         """Returns O times the factors in shared memory."""
         get = get_rows(self.exchange.factors, o.shape[0], self.grid, self.interpret)
         return o * per_row(get, o.shape)
-
-
-def put_rows(values, to, interpret: bool):
-    """Writes f32[rows] in the layout ROWS to shared memory."""
-    if interpret:
-        to[...] = values
-        return
-    plgpu.inline_mgpu(arg_types=(ROWS, plgpu.RefType()))(_put_body)(values, to)
-
-
-def get_rows(source, rows: int, grid: Grid, interpret: bool):
-    """Loads f32[rows] of the rows of an accumulator of `grid`, in the layout ROWS."""
-    if interpret:
-        return source[...]
-    run: Any = plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((rows,), jnp.float32, ROWS)
-    )(functools.partial(_get_body, grid, rows, ROWS.to_mgpu()))
-    return run(source)
-
-
-# --- what is written into the kernel -------------------------------------------------------------
-
-
-def _put_body(_, values, tile):
-    for index, place in _places(WGMMA, values.shape[0], values.layout, tile):
-        address, offset = place
-        register = at(values.registers[index], 0)
-        assembly(f"st.shared.f32 [$0+{offset}], $1;", "r,f", address, register)
-
-
-def _get_body(grid: Grid, rows: int, layout, _, tile):
-    f32 = ir.F32Type.get()
-    registers = np.empty(layout.registers_shape((rows,)), dtype=object)
-    for index, place in _places(grid, rows, layout, tile):
-        address, offset = place
-        code = f"ld.shared.f32 $0, [$1+{offset}];"
-        found = llvm.inline_asm(f32, [address], code, "=f,r", has_side_effects=True)
-        registers[index] = vector.broadcast(ir.VectorType.get((1,), f32), found)
-    return fragmented(registers, layout)
-
-
-def _places(grid: Grid, rows: int, layout, tile):
-    """Yields (index, (address, bytes)) of each register; the four lanes of a row have the same."""
-    me = thread()
-    row = arith.divui(arith.remui(me, i32_constant(WARP)), i32_constant(4))
-    down, _ = grid.starts(me, 0)
-    row = row if down is None else arith.addi(row, down)
-    address = linear(shared_address(tile), (row, 4))
-    strides = layout.tiling.tile_strides((1,))
-    for index in np.ndindex(*layout.registers_shape((rows,))):
-        label = sum(i * stride for i, stride in zip(index, strides, strict=True))
-        yield index, (address, 4 * grid.row(label))

@@ -28,12 +28,13 @@ from ....core.softmax import EMPTY_ROW
 from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem, within_reach
 from ...gpu.launch import launch
+from ...gpu.ptx.sums_of_rows import partial_sums, row_sums
 from ...gpu.score_tile import RegisterTile
 from .. import tiling
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_tile, load_vector
 from ..common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
 from ..common.smem_tiles import Copy, Stream, widths
-from ..common.softmax import no_sums, partial_sums, per_row, row_sums
+from ..common.softmax import no_sums, per_row
 from ..tiling import TangentSmem, TileSizes
 
 COLUMNS = 64  # of dO that are finished at a time: O takes registers next to the sums

@@ -40,12 +40,13 @@ from ....gpu.bias_tiles import (
 )
 from ....gpu.launch import float32, launch, score_grads, term
 from ....gpu.ptx import inline
+from ....gpu.ptx.mma_sync import store_accumulator
+from ....gpu.ptx.sums_of_rows import partial_sums, row_sums
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common import softmax
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
 from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first, q_tile_range
-from ...common.mma import store_accumulator
 from ...common.smem_tiles import Copies, Copy, Stream, Warpgroups, widths
 from ...tiling import (
     ENOUGH_BLOCKS,
@@ -223,7 +224,7 @@ class LineSums(DsSums):
         stream.end()
         rows = pl.ds(cta.block * self.tile.rows, self.tile.rows)
         for ref, total in zip(out, sums, strict=True):
-            ref[cta.batch, cta.head, rows] = softmax.row_sums(total, self.interpret)
+            ref[cta.batch, cta.head, rows] = row_sums(total, self.interpret)
 
     def place(self, gmem: BackwardArrays, smem: LinesSmem) -> LineCta:
         """Locates this CTA and the steps that it goes through."""
@@ -298,9 +299,7 @@ class LineSums(DsSums):
         tile = self.score_tile(cta, place)
         limits = self.limits(cta, tile) if masked else None
         found = self.terms(tile, Given(s, dp, lse, delta), inputs, limits)
-        return tuple(
-            a + softmax.partial_sums(x, self.interpret) for a, x in zip(sums, found, strict=True)
-        )
+        return tuple(a + partial_sums(x, self.interpret) for a, x in zip(sums, found, strict=True))
 
     def score_tile(self, cta: LineCta, place: Place) -> RegisterTile:
         """Returns the positions of a tile of scores."""

@@ -10,7 +10,7 @@ matmuls:
     (5) dQ   = dS K         each warpgroup half of the columns; dS^T is read transposed
 
 Reads of shared memory are the bottleneck: all operands lie there, and every warp loads its own. So
-the warps' parts are as square as they can be (mma.Grid), and a warpgroup accumulates one array, not
+the warps' parts are as square as they can be (see Grid), and a warpgroup accumulates one array, not
 half of two. The warpgroups synchronize twice a step: when a tile has arrived, and when P and dS are
 written. With one slot they also do when the tile may be overwritten.
 
@@ -22,38 +22,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from .....core import dropout
 from .....core.problem import Operands, Problem
 from ....gpu import score_tile
 from ....gpu.launch import launch
-from ....gpu.ptx import inline
-from ....gpu.ptx.inline import at, coordinates, fragmented, pair
+from ....gpu.ptx import device_sums
+from ....gpu.ptx.mma_sync import Grid
+from ....gpu.ptx.threads import THREADS
 from ... import tiling
 from ...common.auxiliary_inputs import load_vector
 from ...common.kernel import Kernel, Step
-from ...common.mma import Grid
-from ...common.smem_tiles import (
-    THREADS,
-    Copies,
-    Copy,
-    Stream,
-    Vector,
-    Warpgroups,
-    buffer,
-    device_address,
-    thread,
-)
+from ...common.smem_tiles import Copies, Copy, Stream, Vector, Warpgroups, buffer
 from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, Slot, fused_width
 from ..base import DELTA, LSE, BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
 
@@ -244,9 +231,8 @@ def fused(
 
 # --- accumulation of dQ: float32 in device memory, in an order of its own ------------------------
 # Of each Q tile a warpgroup has half of the columns, and a thread of it has the registers of an
-# accumulator of `grid`. The reduction of a warp adds to consecutive bytes: element f of thread t
-# lies at [f // vector, t, f % vector], where one instruction adds `vector` floats. Before 9.0 that
-# is 1. A second launch reads the tiles in the same order and writes dQ in 16 bits.
+# accumulator of `grid`, in the order of gpu/ptx/device_sums.py. Before 9.0 one instruction adds one
+# float. A second launch reads the tiles in the same order and writes dQ in 16 bits.
 #
 # Under the interpreter a part of a tile is [rows, columns], and copy_smem_to_gmem adds it.
 
@@ -306,20 +292,13 @@ class DqSums:
             plgpu.copy_smem_to_gmem(scratch.at[rank], target, reduction_op="add")
             plgpu.wait_smem_to_gmem(0)
             return
-        types: Any = (inline.WGMMA, plgpu.RefType())
-        run = plgpu.inline_mgpu(arg_types=types)(functools.partial(_add_body, self.vector))
-        run(values, target)
+        device_sums.add(values, target, self.vector)
 
     def load(self, source):
         """Loads one part of a tile from device memory as an accumulator of `grid`."""
         if self.interpret:
             return source[...]
-        shape = self.grid.label(*self.part)
-        run = plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(),),
-            return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, inline.WGMMA),
-        )(functools.partial(_load_body, shape, self.vector))
-        return run(source)
+        return device_sums.load(source, self.grid.label(*self.part), self.vector)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,51 +335,3 @@ def narrowed(problem: Problem, sums: DqSums, found):
         interpret=sums.interpret,
     )
     return run(found)[:, : problem.q_len]
-
-
-# --- what is written into the kernel -------------------------------------------------------------
-
-
-def _add_body(vector: int, _, values, target):
-    void = ir.Type.parse("!llvm.void")
-    address = device_address(target, thread(), 4 * vector)
-    floats = [
-        at(values.registers[index], e)
-        for index, *_ in coordinates(values.shape, values.layout)
-        for e in (0, 1)
-    ]
-    kind = f"v{vector}." if vector > 1 else ""
-    given = ", ".join(f"${i + 1}" for i in range(vector))
-    given = f"{{{given}}}" if vector > 1 else given
-    for n in range(0, len(floats), vector):
-        code = f"red.global.add.{kind}f32 [$0+{4 * THREADS * n}], {given};"
-        constraints = ",".join(["l", *["f"] * vector])
-        operands = [address, *floats[n : n + vector]]
-        llvm.inline_asm(void, operands, code, constraints, has_side_effects=True)
-
-
-def _load_body(shape, vector: int, _, source):
-    layout, (rows, columns) = inline.WGMMA.to_mgpu(), shape
-    address = device_address(source, thread(), 4 * vector)
-    found = _floats(address, rows * columns // THREADS, vector)
-    registers = np.empty(layout.registers_shape(shape), dtype=object)
-    for n, (index, *_) in enumerate(coordinates(shape, layout)):
-        registers[index] = pair(*found[2 * n : 2 * n + 2])
-    return fragmented(registers, layout)
-
-
-def _floats(address, count: int, vector: int) -> list:
-    """Loads `count` floats of a thread from device memory."""
-    f32, found = ir.F32Type.get(), []
-    for n in range(0, count, vector):
-        place = f"[${vector}+{4 * THREADS * n}]"
-        if vector == 1:
-            code, kind = f"ld.global.f32 $0, {place};", f32
-        else:
-            results = ", ".join(f"${i}" for i in range(vector))
-            code = f"ld.global.v{vector}.f32 {{{results}}}, {place};"
-            kind = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * vector)})>")
-        constraints = ",".join([*["=f"] * vector, "l"])
-        x = llvm.inline_asm(kind, [address], code, constraints, has_side_effects=True)
-        found += [x] if vector == 1 else [llvm.extractvalue(f32, x, [i]) for i in range(vector)]
-    return found

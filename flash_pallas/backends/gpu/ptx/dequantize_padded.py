@@ -1,4 +1,4 @@
-"""Converts tiles of eight bits in shared memory to the 16 bits of matmuls.
+"""Converts padded tiles of eight bits in shared memory to the 16 bits of matmuls.
 
 Every int8 and every float8_e4m3fn is a bfloat16 and a float16, so nothing is rounded. GPUs before
 8.9 have no instruction for float8: its bits are moved to where those of the wider number are, which
@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from ...gpu.ptx.inline import i32_constant
-from ..common.smem_tiles import THREADS, assembly, less, linear, shared_address, thread, where
+from .inline import i32_constant
+from .threads import THREADS, assembly, less, linear, shared_address, thread, where
 
 AT_ONCE = 8  # numbers that a thread converts: 8 bytes become 16
 # PTX from a word of four numbers, $1, to two of 16 bits, $0: the first two or the last two.
@@ -69,7 +69,7 @@ def widen(raw, tile, interpret: bool):
     """Writes the numbers of a tile in another dtype, for other threads after the next barrier.
 
     Args:
-        raw: [rows, columns] in shared memory, of int8 or float8_e4m3fn; see smem_tiles.buffer.
+        raw: [rows, columns] in shared memory, of int8 or float8_e4m3fn; 16 columns are padding.
         tile: [rows, columns] in shared memory, of bfloat16 or float16.
         interpret: run by the interpreter.
     """
