@@ -110,7 +110,7 @@ class HopperBackend:
 
     @property
     def partitionable(self) -> bool:
-        """Says whether calls may be partitioned over devices.
+        """Returns whether calls may be partitioned over devices.
 
         Not under the interpreter, whose callbacks the partitioner would drop.
         """

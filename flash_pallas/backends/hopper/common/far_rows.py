@@ -39,7 +39,7 @@ def parts(tiles: int, wanted: bool) -> tuple[Part, ...]:
 
 
 def leaves_in_forward(problem: Problem) -> bool:
-    """Says whether two launches are possible in the forward and make it faster.
+    """Returns whether two launches are possible in the forward and make it faster.
 
     If causal, the launch costs 1 %. A bias may make every row of a padded batch large, and then
     everything would be computed twice; in a plain call logits beyond 2^12 come from q and k.
@@ -58,7 +58,7 @@ ALLOWED = {"sinks", "kv_lengths", "alibi_slopes", "dropout_keys", "score_params"
 
 
 def leaves_in_backward(problem: Problem) -> bool:
-    """Says whether two launches are possible in the fused backward and make it faster.
+    """Returns whether two launches are possible in the fused backward and make it faster.
 
     It knows beforehand which rows are far, and computes none of them twice. At head dim 128 without
     a mask two launches are 2 to 3 % slower; 96 goes with it, untimed.
@@ -72,7 +72,7 @@ def leaves_in_backward(problem: Problem) -> bool:
 
 
 def leaves_calls(problem: Problem, tiles: int) -> bool:
-    """Says whether the fused backward that sums a bias's gradient has two launches, one idle.
+    """Returns whether the fused backward that sums a bias's gradient has two launches, one idle.
 
     H200, B = 128, 4 heads of 64, T=1024 and 2048: 1.05 and 1.07 times as fast as one launch; at 32
     and 16 1.00 and 1.01 (T=1024).

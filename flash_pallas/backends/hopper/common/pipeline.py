@@ -103,7 +103,7 @@ def tile_buffer(shape, dtype, swizzle: int | None = None):
 
 
 def fits(scratch) -> bool:
-    """Says whether a CTA that allocates this finds room for it."""
+    """Returns whether a CTA that allocates this finds room for it."""
     return shared_memory(scratch) <= SMEM_LIMIT
 
 

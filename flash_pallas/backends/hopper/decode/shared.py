@@ -64,7 +64,7 @@ def decode_shared(
 
 
 def takes(problem: DecodeProblem) -> bool:
-    """Says whether `decode_shared` may take a problem: with head dims that one warpgroup holds."""
+    """Returns whether `decode_shared` may run: one warpgroup holds the head dims."""
     return not takes_wide(problem)
 
 

@@ -366,7 +366,7 @@ def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
 
 
 def narrows(cta: FusedCta, masked: bool) -> bool:
-    """Says whether tiles of the second loop wait for dP^T in 16 bits.
+    """Returns whether tiles of the second loop wait for dP^T in 16 bits.
 
     Values for which the second loop has no registers are loaded again in every step of the first
     one, which matters. Head dim 64, T=4096: with narrow tiles 1.01 of the time without the second

@@ -216,7 +216,7 @@ class DkvKernel:
 
     @property
     def drops_twice(self) -> bool:
-        """Says whether both warpgroups compute the dropout mask.
+        """Returns whether both warpgroups compute the dropout mask.
 
         They do where a derivative may be negative, which leaves no sign to pass it as.
         """

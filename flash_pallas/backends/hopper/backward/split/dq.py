@@ -145,7 +145,7 @@ class DqKernel:
         return dq_acc[...]
 
     def masks(self, kv_tiles: KvTiles) -> bool:
-        """Says whether some tile may need its mask."""
+        """Returns whether some tile may need its mask."""
         band = not self.problem.spec.mask.is_trivial
         return band or kv_tiles.kv_len is not None or mask_everywhere(self.problem)
 
@@ -357,7 +357,7 @@ class DqLoads:
         plgpu.copy_gmem_to_smem(source, buffer.at[slot], ring.full.at[slot])
 
     def is_loader(self, cta: DqCta):
-        """Says whether this is the warpgroup that loads where there is no producer."""
+        """Returns whether this is the warpgroup that loads where there is no producer."""
         return cta.wg == self.blocks.warpgroups - 1
 
     def drain(self, cta: DqCta):

@@ -52,7 +52,7 @@ class DkvBlocks:
         return 2 if problem.is_listed and self.block_q == 2 * problem.list_block[0] else 1
 
     def suits(self, problem: Problem) -> bool:
-        """Says whether the lists of a problem, if there are any, can be read in such tiles."""
+        """Returns whether the lists of a problem, if there are any, can be read in such tiles."""
         if problem.takes_tiles(self.block_q, self.block_kv):
             return True
         return self.joined(problem) == 2 and _hides_by_lists_only(problem)
@@ -138,7 +138,7 @@ def choose_dkv(problem: Problem) -> DkvBlocks:
 
 
 def _hides_by_lists_only(problem: Problem) -> bool:
-    """Says whether all tiles of a problem's lists are whole, but for the last keys.
+    """Returns whether all tiles of a problem's lists are whole, but for the last keys.
 
     Neither a mask nor a modifier then asks where a tile lies.
     """

@@ -94,7 +94,7 @@ def choose(problem: Problem, q_axis: int, widths: tuple[int, ...]) -> PushBlocks
 
 
 def is_possible(problem: Problem) -> bool:
-    """Says whether the kernel takes a problem: 16 bits, and nothing that changes scores but masks.
+    """Returns whether the kernel takes a problem: 16 bits, and scores changed by masks alone.
 
     Derivatives of the second order of a score_mod or of a softcap are left to jnp, as are lists.
     """
