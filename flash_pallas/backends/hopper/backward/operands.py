@@ -318,7 +318,7 @@ def _keys_seen(problem: Problem, arrays: BackwardArrays, batch, listed: TileList
 
 
 def mask_everywhere(problem: Problem) -> bool:
-    """Returns whether tiles anywhere may need masks: a left edge of a window, or arrays that hide."""
+    """Returns whether tiles may need masks anywhere: a left edge, or arrays that hide keys."""
     return problem.spec.mask.left is not None or problem.hides_by_arrays
 
 
