@@ -92,12 +92,12 @@ def ours(sizes: Sizes, call: Call, backend: str) -> Decoder:
         arguments = validate_decode.DecodeArguments(num_splits=splits, **given, **static)
         found = validate_decode.canonicalize(q, k, v, arguments)
         spec, operands = kv_blocks.as_pages(*found)
-        blocks = dispatch.BACKENDS[backend].decode_blocks(decode.describe(operands, spec))
+        blocks = dispatch.BACKENDS[backend].decode.plan(decode.describe(operands, spec))
         return spec, dataclasses.replace(blocks, **dict(call.blocks)), operands
 
     def run(q, k, v, given):
         if call.blocks:  # The public function has no argument for them.
-            return dispatch.BACKENDS[backend].decode(*problem(q, k, v, given)).o
+            return dispatch.BACKENDS[backend].decode.run(*problem(q, k, v, given)).o
         options = {"num_splits": splits, "backend": backend, **static}
         return flash_pallas.flash_decode(q, k, v, **options, **given)
 

@@ -275,7 +275,7 @@ def _fitted(backend: Backend, spec: DecodeSpec, operands: DecodeOperands):
     """Computes Outputs with blocks that fit these operands: the whole ones, or those of a shard."""
     with own_width(operands):
         spec, operands = kv_blocks_.as_pages(spec, operands)
-        blocks = backend.decode_blocks(decode.describe(operands, spec))
+        blocks = backend.decode.plan(decode.describe(operands, spec))
         return _foldable(backend, spec, blocks)(operands)
 
 
@@ -285,7 +285,7 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
     @custom_vmap
     def call(operands):
         with own_width(operands):
-            return backend.decode(spec, blocks, operands)
+            return backend.decode.run(spec, blocks, operands)
 
     @call.def_vmap
     def fold(size, is_batched, operands):
@@ -293,7 +293,7 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
             out = derivatives.of_no_members(call, is_batched, (operands,))
             return out, jax.tree.map(lambda _: True, out)
         folded = derivatives.fold_decode(size, is_batched[0], operands)
-        blocks = backend.decode_blocks(decode.describe(folded, spec))
+        blocks = backend.decode.plan(decode.describe(folded, spec))
         out = _foldable(backend, spec, blocks)(folded)
         apart = lambda x: x.reshape(size, -1, *x.shape[1:])
         return jax.tree.map(apart, out), jax.tree.map(lambda _: True, out)

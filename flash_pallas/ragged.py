@@ -307,12 +307,12 @@ def _fitted(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Out
     Members of a vmap run one after the other: each has sequences and lengths of its own.
     """
     with own_width(operands):
-        blocks = backend.ragged_blocks(ragged.describe(operands, spec))
+        blocks = backend.ragged.plan(ragged.describe(operands, spec))
 
     @custom_vmap
     def call(operands):
         with own_width(operands):
-            return backend.ragged(spec, blocks, operands)
+            return backend.ragged.run(spec, blocks, operands)
 
     @call.def_vmap
     def each(size, is_batched, operands):

@@ -182,10 +182,10 @@ def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
     jobs = []
     residuals = _residuals(backend, call)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for kernel, candidates in backend.candidates(call.problem).items():
+        for kernel, candidates in backend.attention.candidates(call.problem).items():
             build = _forward if kernel == "forward" else _backward
             for fields in candidates if len(candidates) > 1 else ():
-                tiles = backend.blocks(call.problem, {kernel: fields})
+                tiles = backend.attention.plan(call.problem, {kernel: fields})
                 jobs.append((kernel, fields, pool.submit(build, backend, call, tiles, residuals)))
     programs: dict[str, list[Program]] = {}
     for kernel, fields, job in jobs:
@@ -201,7 +201,7 @@ def compiled(backend: Backend, call: Call) -> dict[str, list[Program]]:
 
 def _residuals(backend: Backend, call: Call):
     """Computes the residuals from which the backward pass starts: the leaves of the pullback."""
-    tiles = backend.blocks(call.problem, None)
+    tiles = backend.attention.plan(call.problem)
     save = jax.jit(lambda operands: _pullback(backend, call, tiles, operands))
     return jax.tree.leaves(save(call.operands))
 

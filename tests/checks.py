@@ -69,8 +69,10 @@ def bind(backend, blocks: dict[str, int] | None = None):
 
     def call(q, k, v, **arguments):
         call = validate.canonicalize(q, k, v, Arguments(**arguments))
-        assert backend.unsupported(call.problem) is None, backend.unsupported(call.problem)
-        tiles = backend.blocks(call.problem, blocks)
+        assert backend.attention.refusal(call.problem) is None, backend.attention.refusal(
+            call.problem
+        )
+        tiles = backend.attention.plan(call.problem, blocks)
         o, lse, most = derivatives.attend(backend, call.spec, tiles, call.operands)
         found = call.unfold(call.with_empty_rows(o, lse), lse, most)
         return found if call.spec.max_logit else found[:2]

@@ -148,9 +148,9 @@ def _takes(backend, example: dict[str, Any]) -> bool:
     with jax.enable_x64(True):
         arrays = [jnp.zeros(shape, dtype) for shape in shapes]
         problem = validate.canonicalize(*arrays, Arguments(**arguments)).problem
-    if backend.unsupported(problem):
+    if backend.attention.refusal(problem):
         return False
-    backend.blocks(problem, None)  # raises where no tiles fit
+    backend.attention.plan(problem)  # raises where no tiles fit
     return True
 
 
@@ -168,8 +168,8 @@ def _paged(backend, dtype) -> str:
         q = jnp.zeros((tokens, N, 64), jnp.bfloat16)
         spec, operands = validate_ragged.canonicalize(q, pages, pages, places)
         problem = ragged.describe(operands, spec)
-        runs = backend.unsupported_ragged(problem) is None
-        found.append(runs and backend.ragged_blocks(problem).chunks_on == backend.name)
+        runs = backend.ragged.refusal(problem) is None
+        found.append(runs and backend.ragged.plan(problem).chunks_on == backend.name)
     return {0: "no", 1: "some", 2: "yes"}[sum(found)]
 
 
@@ -179,7 +179,7 @@ def _decodes(backend, example: dict[str, Any]) -> str:
     q, kv = jnp.zeros((B, T, N, 64), jnp.bfloat16), jnp.zeros((B, S, 2, 64), dtype)
     arguments = DecodeArguments(**{name: x for name, x in example.items() if name != "dtype"})
     spec, operands = validate_decode.canonicalize(q, kv, kv, arguments)
-    return "no" if backend.unsupported_decode(describe_decode(operands, spec)) else "yes"
+    return "no" if backend.decode.refusal(describe_decode(operands, spec)) else "yes"
 
 
 def _beyond(backend) -> list[str]:
@@ -188,9 +188,9 @@ def _beyond(backend) -> list[str]:
     for example in ({}, {"softcap": 2.0}):
         q, kv = (jnp.zeros((B, x, N, 64), jnp.bfloat16) for x in (T, S))
         problem = validate.canonicalize(q, kv, kv, Arguments(**example)).problem
-        blocks = None if backend.unsupported(problem) else backend.blocks(problem, None)
-        first = blocks is not None and backend.pushes(problem, blocks, qkv, primal=False)
-        found.append((first, backend.pushes_backward(problem, qkv, qkv)))
+        blocks = None if backend.attention.refusal(problem) else backend.attention.plan(problem)
+        first = blocks and backend.jvp.refusal(problem, blocks, qkv, primal=False) is None
+        found.append((bool(first), backend.jvp_of_vjp.refusal(problem, qkv, qkv) is None))
     return [
         {0: "no", 1: "some", 2: "yes"}[plain + modified]
         for plain, modified in zip(*found, strict=True)

@@ -574,7 +574,7 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
     """Runs the decode kernel; returns ((o, lse), the same operands with a contiguous cache)."""
     given, whole = step.operands()
     problem = decode.describe(given, step.spec)
-    assert backend.unsupported_decode(problem) is None
+    assert backend.decode.refusal(problem) is None
     upright = step.upright and takes_upright(problem)
     blocks = DecodeBlocks(step.block_kv, stages, step.num_splits, upright=upright)
     if takes_wide(problem):
@@ -582,7 +582,7 @@ def run(backend: HopperBackend, step: Step, stages: int = 2):
         blocks = dataclasses.replace(found or blocks, num_splits=step.num_splits)
     if latent.takes(problem):
         blocks = latent.LatentBlocks(num_splits=step.num_splits)
-    found = jax.jit(lambda x: backend.decode(step.spec, blocks, x))(given)
+    found = jax.jit(lambda x: backend.decode.run(step.spec, blocks, x))(given)
     return (found.o, softmax.natural(found.lse_log2)), whole
 
 

@@ -108,7 +108,7 @@ def _with_blocks(gpu: Gpu, call: RandomCall, seed: int, number: int) -> RandomCa
         return dataclasses.replace(call, wanted=()).run(gpu.backend)(wanted, others)
 
     (asked,) = fp.explain(ask, wanted, others).calls
-    chosen = _by_kernel(gpu.make().blocks(asked.problem, None))
+    chosen = _by_kernel(gpu.make().attention.plan(asked.problem))
     changed = random_blocks(seed, number, chosen)
     if changed is None:
         return call

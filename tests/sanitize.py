@@ -165,7 +165,7 @@ def sanitizer() -> str:
 
 def cases() -> list[str]:
     """Returns the cases that the backends take, as `--case` takes them."""
-    takes = lambda backend, case: dispatch.BACKENDS[backend].unsupported(case.problem) is None
+    takes = lambda backend, case: dispatch.BACKENDS[backend].attention.refusal(case.problem) is None
     found = [f"{b}/{name}" for b in BACKENDS for name, c in ATTENTION.items() if takes(b, c)]
     narrow = lambda step: max(step.H, step.Hv) <= 256
     decodes = lambda backend, step: backend == "hopper" or (not step.cache and narrow(step))

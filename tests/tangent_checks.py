@@ -27,7 +27,7 @@ def bind(backend):
 
     def call(q, k, v, **arguments):
         call = validate.canonicalize(q, k, v, Arguments(**arguments, differentiable="any"))
-        blocks = backend.blocks(call.problem, None)
+        blocks = backend.attention.plan(call.problem)
         o, lse, _ = any_order.attend(backend, call.spec, blocks, call.operands)
         return call.unfold(call.with_empty_rows(o, lse), lse, None)[:2]
 

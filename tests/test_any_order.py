@@ -17,6 +17,7 @@ from jax.test_util import check_grads
 
 import flash_pallas as fp
 from flash_pallas import reference
+from flash_pallas.backends import base
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.backends.xla import any_order as smooth
@@ -153,32 +154,52 @@ ALWAYS = ["MeanFlow-pushing", "grad of grad-jnp", "loop-pushing"]
 class Pushing(XlaBackend):
     """A backend with a forward mode of its own, which has O and its tangent in one call."""
 
-    def pushes(self, problem, blocks, moves, *, primal):
-        return True
+    @property
+    def jvp(self):
+        return PushingJvp(self)
 
-    def push(self, spec, operands, given, found):
+    @property
+    def jvp_of_vjp(self):
+        return PushingJvpOfVjp(self)
+
+
+class PushingJvp(base.Jvp):
+    def __init__(self, backend):
+        self.backend = backend
+
+    def refusal(self, problem, blocks, moves, *, primal):
+        return None
+
+    def run(self, spec, operands, given, found):
         given = given._replace(sinks=None)
         moving = operands._replace(**{n: None for n, t in given._asdict().items() if t is None})
         problem = describe(operands, spec)
 
         def outputs(moving):
             own = {n: x for n, x in moving._asdict().items() if x is not None}
-            out = smooth.attention(spec, self.blocks(problem, None), operands._replace(**own))
+            out = smooth.attention(
+                spec, self.backend.attention.plan(problem), operands._replace(**own)
+            )
             return out.o, out.lse_log2, softmax.natural(out.lse_log2)
 
         (o, lse_log2, _), (do, _, dlse) = jax.jvp(outputs, (moving,), (given,))
         own = (o, lse_log2, jnp.zeros_like(lse_log2)) if found is None else (None,) * 3
         return Tangents(*own, do, dlse)
 
-    def pushes_backward(self, problem, moves, wanted):
-        return moves | wanted <= {"q", "k", "v"}
 
-    def push_backward(self, spec, operands, cotangents, given, moved):
+class PushingJvpOfVjp(base.JvpOfVjp):
+    def __init__(self, backend):
+        self.backend = backend
+
+    def refusal(self, problem, moves, wanted):
+        return None if moves | wanted <= {"q", "k", "v"} else "has those of q, k and v alone"
+
+    def run(self, spec, operands, cotangents, given, moved):
         problem = describe(operands, spec)
 
         def outputs(*qkv):
             moving = operands._replace(**dict(zip("qkv", qkv, strict=True)))
-            out = smooth.attention(spec, self.blocks(problem, None), moving)
+            out = smooth.attention(spec, self.backend.attention.plan(problem), moving)
             return out.o, softmax.natural(out.lse_log2)
 
         gradients = lambda qkv, *of_rows: jax.vjp(outputs, *qkv)[1](of_rows)
@@ -194,7 +215,7 @@ def pushing(q, k, v, **options):
     backend = Pushing()
     options = options or {"causal": True}
     call = validate.canonicalize(q, k, v, Arguments(differentiable="any", **options))
-    blocks = backend.blocks(call.problem, None)
+    blocks = backend.attention.plan(call.problem)
     return any_order.attend(backend, call.spec, blocks, call.operands)[:2]
 
 
@@ -256,7 +277,7 @@ def test_hopper_runs_the_same_kernels_for_a_gradient(width):
     case = Case("any", T=130, S=150, N=2, K=1, H=width, causal=True, dtype="bfloat16")
     x = case.inputs()
     call = validate.canonicalize(x.q, x.k, x.v, Arguments(causal=True))
-    blocks = backend.blocks(call.problem, None)
+    blocks = backend.attention.plan(call.problem)
 
     def gradients(attend):
         run = lambda *qkv: attend(
@@ -278,7 +299,7 @@ def test_tangents_of_hopper():
     case = Case("any", T=130, S=70, N=2, K=1, H=64, dtype="bfloat16")
     x = case.inputs()
     call = validate.canonicalize(x.q, x.k, x.v, Arguments())
-    blocks = backend.blocks(call.problem, None)
+    blocks = backend.attention.plan(call.problem)
     run = lambda *qkv: any_order.attend(
         backend, call.spec, blocks, call.operands._replace(**dict(zip("qkv", qkv, strict=True)))
     )[:2]

@@ -13,6 +13,7 @@ from benchmarks import providers, suites, tune
 from flash_pallas import tuning
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.backends.xla.backend import XlaAttention
 from flash_pallas.frontend import dispatch, tables
 
 
@@ -29,7 +30,7 @@ def test_the_shipped_table_holds_only_what_was_timed_and_still_fits():
         table = json.loads(path.read_text())
         assert tables._well_formed(table) and table["jaxlib"] in ("0.11", "0.12")
         for name, entry in table["entries"].items():
-            hopper.blocks(cells[name], entry["blocks"])  # raises where they do not fit
+            hopper.attention.plan(cells[name], entry["blocks"])  # raises where they do not fit
             assert all(entry["gain"][kernel] >= tuning.LEAST_GAIN for kernel in entry["blocks"])
 
 
@@ -38,14 +39,20 @@ class Tunable(XlaBackend):
 
     name = "tunable"
 
+    @property
+    def attention(self):
+        return TunableAttention(self)
+
+
+class TunableAttention(XlaAttention):
     def candidates(self, problem):
         return {"forward": [{"block_q": 16}, {"block_q": 8}]}
 
-    def blocks(self, problem, override):
-        return super().blocks(problem, (override or {}).get("forward", {"block_q": 16}))
+    def plan(self, problem, override=None):
+        return super().plan(problem, (override or {}).get("forward", {"block_q": 16}))
 
-    def forward(self, spec, blocks, operands):
-        out = super().forward(spec, blocks, operands)
+    def run(self, spec, blocks, operands):
+        out = super().run(spec, blocks, operands)
         wrong = blocks.block_q == 8 and spec.mask.right == 0
         return out._replace(o=out.o + out.o) if wrong else out
 

@@ -68,7 +68,7 @@ def _fused(batch: int, head_dim: int, shape=(1, 1, 256, 256), override=None, **g
     spec = AttentionSpec(scale=1.0, mask=given.pop("mask", Mask()), deterministic=False)
     problem = describe(Operands(x, x, x, None)._replace(**given), spec)
     backend = HopperBackend(trades_registers=True)
-    return backend.blocks(problem, override and {"fused": override}).backward
+    return backend.attention.plan(problem, override and {"fused": override}).backward
 
 
 @pytest.mark.parametrize(

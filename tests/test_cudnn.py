@@ -226,7 +226,7 @@ def test_another_backward_of_jax_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(backend, "capability_here", lambda: "10.0")
     monkeypatch.setattr(backend, "_version", lambda: 91900)
-    reason = CudnnBackend().unsupported(described())
+    reason = CudnnBackend().attention.refusal(described())
     assert reason is not None and reason.endswith(f"jax 0.11 and 0.12, not of {jax.__version__}")
     residuals.known.cache_clear()
 
@@ -284,28 +284,28 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "options", "reason"), REFUSED, ids=[x[2] for x in REFUSED])
 def test_what_it_refuses(given, options, reason):
-    assert re.search(reason, HOPPER.unsupported(described(*given, **options)) or "taken")
+    assert re.search(reason, HOPPER.attention.refusal(described(*given, **options)) or "taken")
 
 
 def test_what_it_takes():
     for case in (*CASES, *WIDE):
-        assert HOPPER.unsupported(case.problem) is None, case
+        assert HOPPER.attention.refusal(case.problem) is None, case
     for case in CASES:
-        assert BLACKWELL.unsupported(case.problem) is None, case
+        assert BLACKWELL.attention.refusal(case.problem) is None, case
     for case in WIDE:
-        assert "up to 128 on compute capability 10.0" in BLACKWELL.unsupported(case.problem)
+        assert "up to 128 on compute capability 10.0" in BLACKWELL.attention.refusal(case.problem)
 
 
 def test_a_new_field_of_the_spec_or_of_the_operands_is_refused():
     problem = described()
-    assert HOPPER.unsupported(problem) is None
+    assert HOPPER.attention.refusal(problem) is None
     newer = dataclasses.make_dataclass(
         "Newer", [("fancy", bool, False)], bases=(AttentionSpec,), frozen=True
     )
     spec = newer(**vars(AttentionSpec(scale=1.0)), fancy=True)
-    assert HOPPER.unsupported(dataclasses.replace(problem, spec=spec)) == "takes no fancy"
+    assert HOPPER.attention.refusal(dataclasses.replace(problem, spec=spec)) == "takes no fancy"
     features = problem.features | {"extras"}
-    found = HOPPER.unsupported(dataclasses.replace(problem, features=features))
+    found = HOPPER.attention.refusal(dataclasses.replace(problem, features=features))
     assert found == "takes no extras"
 
 
@@ -320,21 +320,21 @@ def test_a_new_field_of_the_spec_or_of_the_operands_is_refused():
     ],
 )
 def test_which_gpus_and_versions(capability, version, reason):
-    found = CudnnBackend(capability=capability, version=version).unsupported(described())
+    found = CudnnBackend(capability=capability, version=version).attention.refusal(described())
     assert found is None if reason is None else re.search(reason, found)
 
 
 def test_a_bias_needs_a_gpu_that_has_its_gradient():
     on = lambda capability: CudnnBackend(capability=capability, version=OLDEST)
-    found = on("8.0").unsupported(described(bias=_BIAS))
+    found = on("8.0").attention.refusal(described(bias=_BIAS))
     assert found == "takes a bias on compute capabilities 9.0, 10.0, 10.3, not 8.0"
-    assert on("10.3").unsupported(described(bias=_BIAS)) is None
-    assert on("8.0").unsupported(described(mask=_BOTH)) is None
+    assert on("10.3").attention.refusal(described(bias=_BIAS)) is None
+    assert on("8.0").attention.refusal(described(mask=_BOTH)) is None
 
 
 def test_no_tile_sizes():
     with pytest.raises(ValueError, match=r"\['block_q'\]: backend 'cudnn' has no tile sizes"):
-        HOPPER.blocks(described(), {"block_q": 64})
+        HOPPER.attention.plan(described(), {"block_q": 64})
 
 
 # --- Who takes it, and who is told ----------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas import reference
+from flash_pallas.backends.base import Refused
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.backends.xla import decode as xla_decode
 from flash_pallas.frontend import dispatch
@@ -262,9 +263,7 @@ class Picky(XlaBackend):
     """A backend that does not decode."""
 
     name = "picky"
-
-    def unsupported_decode(self, problem):
-        return "it is Monday"
+    decode = Refused("it is Monday")
 
 
 def test_a_named_backend_never_falls_back(monkeypatch):

@@ -53,9 +53,9 @@ def test_kernels(name, case):
         spec, operands = validate_decode.canonicalize(q, k, v, arguments)
         spec, operands = kv_blocks.as_pages(spec, operands)
         problem = decode.describe(operands, spec)
-        assert backend.unsupported_decode(problem) is None
-        blocks = backend.decode_blocks(problem)
-        found = jax.jit(lambda x: backend.decode(spec, blocks, x))(operands)
+        assert backend.decode.refusal(problem) is None
+        blocks = backend.decode.plan(problem)
+        found = jax.jit(lambda x: backend.decode.run(spec, blocks, x))(operands)
         return found.o, softmax.natural(found.lse_log2)
 
     with race_checked():

@@ -61,8 +61,8 @@ def drawn(seed: int) -> Step:
 @pytest.mark.parametrize("step", [*map(drawn, range(16))], ids=str)
 def test_xla(step):
     given, whole = step.operands()
-    blocks = XLA.decode_blocks(decode.describe(given, step.spec))
-    run = jax.jit(lambda x: XLA.decode(step.spec, blocks, x))
+    blocks = XLA.decode.plan(decode.describe(given, step.spec))
+    run = jax.jit(lambda x: XLA.decode.run(step.spec, blocks, x))
     found = run(jax.tree.map(jnp.asarray, given))
     assert_matches_oracle(step, whole, (found.o, softmax.natural(found.lse_log2, found.shift)))
 

@@ -167,9 +167,9 @@ def test_portable_kernels(step):
     backend = PortableBackend(interpret=True, num_sms=2, capability="9.0")
     given, whole = step.operands()
     problem = decode.describe(given, step.spec)
-    assert problem.shares_kv and backend.unsupported_decode(problem) is None
+    assert problem.shares_kv and backend.decode.refusal(problem) is None
     with race_checked():
-        found = backend.decode(step.spec, backend.decode_blocks(problem), given)
+        found = backend.decode.run(step.spec, backend.decode.plan(problem), given)
         found = jax.block_until_ready(found)
     assert_matches_oracle(step, whole, (found.o, softmax.natural(found.lse_log2)))
 

@@ -56,8 +56,8 @@ def drawn(seed: int) -> Step:
 @pytest.mark.parametrize("step", [*BOUNDED, *map(drawn, range(8))], ids=str)
 def test_the_oracle(step):
     given, whole = step.operands()
-    blocks = BACKEND.decode_blocks(decode.describe(given, step.spec))
-    found = jax.jit(lambda x: BACKEND.decode(step.spec, blocks, x))(
+    blocks = BACKEND.decode.plan(decode.describe(given, step.spec))
+    found = jax.jit(lambda x: BACKEND.decode.run(step.spec, blocks, x))(
         jax.tree.map(jnp.asarray, given)
     )
     assert_matches_oracle(step, whole, (found.o, softmax.natural(found.lse_log2, found.shift)))

@@ -17,6 +17,7 @@ from flash_pallas import devices
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.launch import SplitBlocks
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.backends.xla.backend import XlaAttention
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 from flash_pallas.devices import DEVICES
@@ -34,8 +35,14 @@ class Picky(XlaBackend):
     reason: str | None = None
     name = "picky"
 
-    def unsupported(self, problem):
-        return self.reason
+    @property
+    def attention(self):
+        return PickyAttention(self)
+
+
+class PickyAttention(XlaAttention):
+    def refusal(self, problem):
+        return self.backend.reason
 
 
 @pytest.fixture
@@ -169,7 +176,7 @@ def test_which_gpus_the_kernels_take(capability, chosen, hopper, portable, monke
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     for name, reason in (("hopper", hopper), ("portable", portable)):
-        found = dispatch.BACKENDS[name].unsupported(described)
+        found = dispatch.BACKENDS[name].attention.refusal(described)
         assert (found is None) == (reason is None) and (reason or "") in (found or "")
     assert dispatch.select(described, "auto").name == chosen
 
@@ -210,7 +217,7 @@ def test_no_producer_where_registers_are_not_traded(head_dim, monkeypatch):
     described = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
 
     def producers(**fields):
-        blocks = HopperBackend(**fields).blocks(described, None)
+        blocks = HopperBackend(**fields).attention.plan(described)
         split = isinstance(blocks.backward, SplitBlocks)
         backward = vars(blocks.backward).values() if split else [blocks.backward]
         return {kernel.producer for kernel in (blocks.forward, *backward)}
@@ -220,7 +227,9 @@ def test_no_producer_where_registers_are_not_traded(head_dim, monkeypatch):
     for version, trades in (((0, 11, 2), True), ((0, 12, 0, 1), False)):
         monkeypatch.setattr(jaxlib.version, "__version_info__", version)
         assert producers() == {trades}
-    asked = HopperBackend(trades_registers=True).blocks(described, {"forward": {"producer": False}})
+    asked = HopperBackend(trades_registers=True).attention.plan(
+        described, {"forward": {"producer": False}}
+    )
     assert not asked.forward.producer
 
 
@@ -228,7 +237,7 @@ def test_modifiers_take_two_warpgroups_without_a_producer():
     x = jax.ShapeDtypeStruct((4, 4096, 8, 64), jnp.bfloat16)
     alone = HopperBackend(trades_registers=False)
     warpgroups = lambda **given: (
-        alone.blocks(
+        alone.attention.plan(
             describe(Operands(x, x, x, None)._replace(**given), AttentionSpec(scale=1.0)), None
         ).forward.warpgroups
     )
@@ -245,7 +254,7 @@ def test_dq_is_added_after_the_turn_without_a_producer(head_dim):
         operands = Operands(x, x, x, None)._replace(**given)
         spec = spec or AttentionSpec(scale=1.0, mask=Mask(right=0))
         return (
-            HopperBackend(trades_registers=trades).blocks(describe(operands, spec), None).backward
+            HopperBackend(trades_registers=trades).attention.plan(describe(operands, spec)).backward
         )
 
     if head_dim == 64:  # it would spill
@@ -267,8 +276,8 @@ def test_ping_pong_takes_two_slots(slots):
     x = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.bfloat16)
     described = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
     with pytest.raises(ValueError, match=rf"'{slots}': 1.*two 'stages'.*'ping_pong': False"):
-        HopperBackend().blocks(described, {"fused": {slots: 1}})
-    chosen = HopperBackend().blocks(described, {"fused": {slots: 1, "ping_pong": False}})
+        HopperBackend().attention.plan(described, {"fused": {slots: 1}})
+    chosen = HopperBackend().attention.plan(described, {"fused": {slots: 1, "ping_pong": False}})
     assert not chosen.backward.ping_pong
 
 
@@ -285,7 +294,7 @@ def test_what_pairs_of_ctas_cannot_do(fields, message):
     spec = AttentionSpec(scale=1.0, mask=Mask(right=0))
     with pytest.raises(ValueError, match=message):
         backend = HopperBackend(trades_registers=True)
-        backend.blocks(describe(Operands(x, x, x, None), spec), {"paired": fields})
+        backend.attention.plan(describe(Operands(x, x, x, None), spec), {"paired": fields})
 
 
 SHAPE = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)

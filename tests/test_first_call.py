@@ -25,14 +25,14 @@ def lower(gradient=False):
     """Lowers a forward, or a gradient, for a GPU; returns the text of the program."""
     q = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
     operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
-    blocks = BACKEND.blocks(describe(operands, spec), None)
+    blocks = BACKEND.attention.plan(describe(operands, spec))
 
     def run(o):
-        found = BACKEND.forward(spec, blocks, o)
+        found = BACKEND.attention.run(spec, blocks, o)
         if not gradient:
             return found
         given = Cotangents(found.lse_log2, o.q, found.lse_log2)
-        return found, BACKEND.backward(spec, blocks, o, given, frozenset("qkv"))
+        return found, BACKEND.vjp.run(spec, blocks, o, given, frozenset("qkv"))
 
     return jax.jit(run).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
 

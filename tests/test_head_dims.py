@@ -90,7 +90,7 @@ def test_narrow_heads_take_wide_tiles_of_queries(head_dim):
     x = jax.ShapeDtypeStruct((1, 64, 1, head_dim), jnp.bfloat16)
     problem = describe(Operands(x, x, x, None), AttentionSpec(scale=1.0))
     with pytest.raises(ValueError, match=r"'block_q': 64.*must be 128 for head dims up to 16"):
-        HopperBackend().blocks(problem, {"fused": {"block_q": 64}})
+        HopperBackend().attention.plan(problem, {"fused": {"block_q": 64}})
 
 
 def problem_of(head_dim, v_head_dim=None, **fields):
@@ -110,7 +110,7 @@ def test_the_fused_backward_runs_the_next_head_dim_of_both(head_dim, v_head_dim,
 
 def test_one_warpgroup_computes_dq_at_head_dim_96():
     """Checks where it does: without modifiers, with a producer; dQ is one float32 tile there."""
-    chosen = lambda backend, *sizes, **fields: backend.blocks(problem_of(*sizes, **fields), None)
+    chosen = lambda backend, *sizes, **fields: backend.attention.plan(problem_of(*sizes, **fields))
     trading, alone = (HopperBackend(num_sms=132, trades_registers=t) for t in (True, False))
     for fields in {}, {"mask": Mask(right=0)}, {"mask": Mask(left=100, right=0)}:
         blocks = chosen(trading, 96, **fields).backward

@@ -84,8 +84,8 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
     backend = HopperBackend()
     blocks = DecodeBlocks(step.block_kv, stages=2, num_splits=step.num_splits)
     if max(step.H, step.Hv) > 256:
-        blocks = backend.decode_blocks(decode.describe(given, step.spec))
-    run = jax.jit(lambda x: tuple(backend.decode(step.spec, blocks, x)))
+        blocks = backend.decode.plan(decode.describe(given, step.spec))
+    run = jax.jit(lambda x: tuple(backend.decode.run(step.spec, blocks, x)))
     text = run.trace(given).lower(lowering_platforms=("cuda",)).as_text()
     found = collections.Counter(re.findall(r"(?:stablehlo|chlo)\.(\w+)", text))
     assert found.pop("custom_call") == launches
@@ -118,7 +118,7 @@ def test_nothing_is_launched_beside_the_kernels(step, launches):
 def test_which_queries_are_columns(changes, upright, stages):
     step = dataclasses.replace(Step("any", (1,)), **changes)
     problem = decode.describe(step.operands()[0], step.spec)
-    found = BACKEND.decode_blocks(problem)
+    found = BACKEND.decode.plan(problem)
     assert (found.upright, found.stages) == (upright, stages)
 
 
@@ -141,8 +141,8 @@ def test_hopper_needs_a_gpu():
 def test_caches_of_eight_bits_that_are_refused(changes, reason):
     step = Step("any", (1,), cache="int8")
     describe = lambda step: decode.describe(step.operands()[0], step.spec)
-    assert BACKEND.unsupported_decode(describe(step)) is None
-    found = BACKEND.unsupported_decode(describe(dataclasses.replace(step, **changes)))
+    assert BACKEND.decode.refusal(describe(step)) is None
+    found = BACKEND.decode.refusal(describe(dataclasses.replace(step, **changes)))
     assert found is not None and reason in found
 
 
@@ -150,15 +150,15 @@ def test_wide_heads_that_are_refused():
     describe = lambda **x: decode.describe(
         (step := Step("any", (1,), **x)).operands()[0], step.spec
     )
-    refusal = BACKEND.unsupported_decode(describe(H=336, Hv=320, cache="int8"))
+    refusal = BACKEND.decode.refusal(describe(H=336, Hv=320, cache="int8"))
     assert refusal == "would have to copy a cache with head dim 336: pad it to 352"
-    assert BACKEND.unsupported_decode(describe(H=64, Hv=528)) == (
+    assert BACKEND.decode.refusal(describe(H=64, Hv=528)) == (
         "decodes head dims of v up to 512, not 528"
     )
     later = HopperBackend(capability="9.0", trades_registers=False)
-    assert later.unsupported_decode(describe(T=5, H=576, Hv=384)) is None
-    assert later.unsupported_decode(describe(T=4, H=576, Hv=512, shared=True)) is None
-    refusal = later.unsupported_decode(describe(T=5, H=576, Hv=400))
+    assert later.decode.refusal(describe(T=5, H=576, Hv=384)) is None
+    assert later.decode.refusal(describe(T=4, H=576, Hv=512, shared=True)) is None
+    refusal = later.decode.refusal(describe(T=5, H=576, Hv=400))
     assert refusal is not None and "head dims of v up to 384 with jaxlib 0.12" in refusal
 
 
@@ -179,7 +179,7 @@ def test_splits_of_wide_heads(batch, length, heads, kv_heads, head_dims, keys, s
         **{"batch": batch, "kv_len": length, "q_heads": heads, "kv_heads": kv_heads},
         **dict(zip(("head_dim", "v_head_dim"), head_dims, strict=True)),
     )
-    blocks = HopperBackend(interpret=True, num_sms=132).decode_blocks(problem)
+    blocks = HopperBackend(interpret=True, num_sms=132).decode.plan(problem)
     assert (blocks.block_kv, blocks.num_splits) == (keys, splits)
 
 
@@ -203,4 +203,4 @@ def test_splits_fill_the_multiprocessors(batch, length, cache, splits):
         **{"batch": batch, "kv_len": length, "head_dim": 128, "v_head_dim": 128},
         **{"q_heads": 32, "kv_heads": 8},
     )
-    assert HopperBackend(interpret=True, num_sms=132).decode_blocks(problem).num_splits == splits
+    assert HopperBackend(interpret=True, num_sms=132).decode.plan(problem).num_splits == splits

@@ -36,7 +36,7 @@ def described(batch, length, heads, head_dim, biased=False, **given):
 def chosen(*sizes, blocks=None, backend=BACKEND, **given):
     """Returns the tiles of the fused backward."""
     override = blocks and {"fused": blocks}
-    return backend.blocks(described(*sizes, **given), override).backward
+    return backend.attention.plan(described(*sizes, **given), override).backward
 
 
 HEADS = (16, 16)

@@ -62,7 +62,7 @@ def wrong(problem, blocks):
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_hopper(block, num_sms, trades_registers):
     backend = HopperBackend(interpret=True, num_sms=num_sms, trades_registers=trades_registers)
-    taken = [problem for problem in problems(block) if not backend.unsupported(problem)]
+    taken = [problem for problem in problems(block) if not backend.attention.refusal(problem)]
     assert len(taken) > 100
     for problem in taken:
-        assert not list(wrong(problem, backend.blocks(problem, None))), problem
+        assert not list(wrong(problem, backend.attention.plan(problem))), problem

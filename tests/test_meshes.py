@@ -407,7 +407,7 @@ def hopper(q, k, v, causal=True):
     backend = HopperBackend(num_sms=132)
     call = validate.canonicalize(q, k, v, Arguments(causal=causal))
     return derivatives.attend(
-        backend, call.spec, backend.blocks(call.problem, None), call.operands
+        backend, call.spec, backend.attention.plan(call.problem), call.operands
     )[0]
 
 

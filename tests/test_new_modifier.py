@@ -29,7 +29,7 @@ from tests.interpreter import race_checked
 def on(backend):
     def call(q, k, v, **arguments):
         call = validate.canonicalize(q, k, v, Arguments(**arguments))
-        blocks = backend.blocks(call.problem, None)
+        blocks = backend.attention.plan(call.problem)
         return derivatives.attend(backend, call.spec, blocks, call.operands)[0]
     return call
 

@@ -39,7 +39,7 @@ def kernels(found: PortableBlocks):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tiles_fit(capability, head_dims, deterministic):
     described = problem(*head_dims, deterministic=deterministic)
-    found = PortableBackend(interpret=True, capability=capability).blocks(described, None)
+    found = PortableBackend(interpret=True, capability=capability).attention.plan(described)
     for name, tile in kernels(found).items():
         size = tiling.bytes_of(name, tile, described)
         assert size <= tiling.memory_of(capability) - tiling.RESERVED
@@ -64,7 +64,7 @@ def test_tiles_fit(capability, head_dims, deterministic):
 def test_which_backward_runs(capability, head_dim, deterministic, expected):
     """Expects the fused backward where dQ may be summed in any order and shared memory has room."""
     backend = PortableBackend(interpret=True, capability=capability)
-    found = backend.blocks(problem(head_dim, deterministic=deterministic), None).backward
+    found = backend.attention.plan(problem(head_dim, deterministic=deterministic)).backward
     if expected is None:
         assert isinstance(found, SplitSizes)
     else:
@@ -90,7 +90,7 @@ def test_which_backward_runs(capability, head_dim, deterministic, expected):
 )
 def test_tiles_that_cannot_be(override, message):
     with pytest.raises(ValueError, match=message):
-        ANYWHERE.blocks(problem(128), override)
+        ANYWHERE.attention.plan(problem(128), override)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_tiles_that_cannot_be(override, message):
 def test_tiles_that_wide_heads_cannot_have(override, message):
     backend = PortableBackend(interpret=True, capability="8.0")
     with pytest.raises(ValueError, match=message):
-        backend.blocks(problem(512), override)
+        backend.attention.plan(problem(512), override)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "9.0"])
@@ -118,7 +118,7 @@ def test_every_wide_head_has_tiles(capability):
         for shape in ((1, 1, 256, 256), (1, 1, 1, 256)):
             features = frozenset({"bias"})
             described = dataclasses.replace(problem(*dims), features=features, bias_shape=shape)
-            found = backend.blocks(described, None)
+            found = backend.attention.plan(described)
             sums = {"score_tiles": found.scores.tile, "score_lines": found.scores.lines}
             for name, tile in (kernels(found) | sums).items():
                 assert tile is None or tiling.bytes_of(name, tile, described) <= most, (dims, name)
@@ -126,7 +126,7 @@ def test_every_wide_head_has_tiles(capability):
 
 def test_slots_of_the_forward_alone():
     with pytest.raises(ValueError, match="slots must be 1, or 2 of the forward"):
-        ANYWHERE.blocks(problem(128, deterministic=True), {"dq": {"slots": 2}})
+        ANYWHERE.attention.plan(problem(128, deterministic=True), {"dq": {"slots": 2}})
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_slots_of_the_forward_alone():
     ],
 )
 def test_the_forwards_tile_is_what_there_is_room_and_registers_for(capability, head_dim, tile):
-    found = PortableBackend(interpret=True, capability=capability).blocks(problem(head_dim), None)
+    found = PortableBackend(interpret=True, capability=capability).attention.plan(problem(head_dim))
     assert (found.forward.rows, found.forward.columns) == tile
 
 
 def test_what_changes_scores_leaves_registers_for_fewer_columns():
     plain = dataclasses.replace(problem(128), spec=AttentionSpec(scale=1.0, mask=Mask(right=0)))
-    columns = lambda described: ANYWHERE.blocks(described, None).forward.columns
+    columns = lambda described: ANYWHERE.attention.plan(described).forward.columns
     spec = dataclasses.replace(plain.spec, softcap=30.0)
     assert columns(plain) == 2 * columns(dataclasses.replace(plain, spec=spec))
     window = dataclasses.replace(plain.spec, mask=Mask(left=64, right=0))
@@ -165,13 +165,13 @@ def test_weights_are_shared_where_o_is_wide(dims, shared, softcap):
     """Checks that weights are shared where O is wide and can be cut: 144 columns cannot."""
     plain = dataclasses.replace(problem(dims[0]), v_head_dim=dims[1])
     described = dataclasses.replace(plain, spec=AttentionSpec(scale=1.0, softcap=softcap))
-    assert ANYWHERE.blocks(described, None).forward.shared_weights == shared
+    assert ANYWHERE.attention.plan(described).forward.shared_weights == shared
 
 
 def test_tiles_of_the_caller():
     described = problem(64, deterministic=True)
-    found = kernels(ANYWHERE.blocks(described, {"dq": {"columns": 32}}))
-    assert found == kernels(ANYWHERE.blocks(described, None)) | {
+    found = kernels(ANYWHERE.attention.plan(described, {"dq": {"columns": 32}}))
+    assert found == kernels(ANYWHERE.attention.plan(described)) | {
         "dq": TileSizes(found["dq"].rows, 32)
     }
 
@@ -185,7 +185,7 @@ def test_tiles_of_the_caller():
     ],
 )
 def test_what_it_refuses(described, message):
-    assert message in ANYWHERE.unsupported(described)
+    assert message in ANYWHERE.attention.refusal(described)
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -271,7 +271,7 @@ def test_tiles_divide_blocks(capability, block_shape, head_dim, deterministic):
     backend = PortableBackend(interpret=True, capability=capability)
     for bias_shape in ((1, 1, 256, 256), (1, 1, 1, 256)):
         described = listed(block_shape, head_dim, bias_shape, deterministic=deterministic)
-        found = backend.blocks(described, None)
+        found = backend.attention.plan(described)
         for name, tile in kernels(found).items():
             queries, keys = tile.rows, tile.columns
             if name in ("dkv", "fused"):
@@ -291,4 +291,4 @@ def test_tiles_that_do_not_divide_blocks(override):
     message = r"must divide the blocks of block_mask, \(192, 64\) of \(queries, keys\): pass fewer"
     backend = PortableBackend(interpret=True, capability="9.0")
     with pytest.raises(ValueError, match=message):
-        backend.blocks(listed((192, 64)), override)
+        backend.attention.plan(listed((192, 64)), override)

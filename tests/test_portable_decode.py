@@ -46,9 +46,9 @@ CASES = (
 def run(step: Step, operands, num_splits: int):
     """Runs decode with the backend's block sizes and the given number of splits."""
     problem = decode.describe(operands, step.spec)
-    assert BACKEND.unsupported_decode(problem) is None
-    blocks = dataclasses.replace(BACKEND.decode_blocks(problem), num_splits=num_splits)
-    return jax.jit(lambda x: BACKEND.decode(step.spec, blocks, x))(operands)
+    assert BACKEND.decode.refusal(problem) is None
+    blocks = dataclasses.replace(BACKEND.decode.plan(problem), num_splits=num_splits)
+    return jax.jit(lambda x: BACKEND.decode.run(step.spec, blocks, x))(operands)
 
 
 def assert_right(step: Step, num_splits: int):
@@ -100,7 +100,7 @@ def test_pages_that_sequences_share():
 )
 def test_what_is_refused(changes, reason):
     step = dataclasses.replace(Step("any", (1,)), **changes)
-    found = BACKEND.unsupported_decode(decode.describe(step.operands()[0], step.spec))
+    found = BACKEND.decode.refusal(decode.describe(step.operands()[0], step.spec))
     assert found is not None and reason in found
 
 
@@ -108,7 +108,7 @@ def test_what_is_refused(changes, reason):
 def test_what_shared_memory_has_no_room_for(capability, taken):
     step = Step("any", (1,), H=576, Hv=512)
     backend = PortableBackend(interpret=True, capability=capability)
-    found = backend.unsupported_decode(decode.describe(step.operands()[0], step.spec))
+    found = backend.decode.refusal(decode.describe(step.operands()[0], step.spec))
     assert (found is None) == taken
     assert taken or "takes 103424 bytes of shared memory for head dims 576 and 512" in str(found)
 
@@ -128,7 +128,7 @@ def test_explain_tells_of_a_cache_in_eight_bits(monkeypatch):
 def test_it_needs_a_gpu():
     step = Step("any", (1,))
     problem = decode.describe(step.operands()[0], step.spec)
-    found = PortableBackend().unsupported_decode(problem)
+    found = PortableBackend().decode.refusal(problem)
     assert found is not None and "needs an NVIDIA GPU" in found
 
 
@@ -152,7 +152,7 @@ def test_ranges_fill_the_multiprocessors_twice(batch, length, changes, splits):
         **{"batch": batch, "kv_len": length, "q_heads": 32, "kv_heads": 8, "head_dim": 128},
     )
     backend = PortableBackend(interpret=True, capability="8.0")  # of 108 SMs
-    assert backend.decode_blocks(problem) == PortableDecodeBlocks(columns=64, num_splits=splits)
+    assert backend.decode.plan(problem) == PortableDecodeBlocks(columns=64, num_splits=splits)
 
 
 @pytest.mark.parametrize(
@@ -166,4 +166,4 @@ def test_two_blocks_share_a_multiprocessor(capability, head_dim, columns):
     step = Step("any", (1,), H=head_dim, Hv=head_dim)
     problem = decode.describe(step.operands()[0], step.spec)
     backend = PortableBackend(interpret=True, capability=capability)
-    assert backend.decode_blocks(problem).columns == columns
+    assert backend.decode.plan(problem).columns == columns

@@ -73,17 +73,17 @@ def test_xla_multiplies_float32_in_full_unless_told(precision, dtype):
 
 
 def test_hopper_says_what_it_does_not_take():
-    assert HOPPER.unsupported(problem(128)) is None
-    assert HOPPER.unsupported(problem(256, dtype=jnp.bfloat16, precision="highest")) is None
-    assert "precision='high'" in HOPPER.unsupported(problem(precision="highest"))
-    assert "up to 128, not 136: cast" in HOPPER.unsupported(problem(136))
-    assert "up to 128, not 192: cast" in HOPPER.unsupported(problem(64, 192))
+    assert HOPPER.attention.refusal(problem(128)) is None
+    assert HOPPER.attention.refusal(problem(256, dtype=jnp.bfloat16, precision="highest")) is None
+    assert "precision='high'" in HOPPER.attention.refusal(problem(precision="highest"))
+    assert "up to 128, not 136: cast" in HOPPER.attention.refusal(problem(136))
+    assert "up to 128, not 192: cast" in HOPPER.attention.refusal(problem(64, 192))
 
 
 @pytest.mark.parametrize("widths", [(8, 8), (32, 128), (128, 32), (96, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("arguments", [{}, _ALL, _ALL | {"score_mod": None}], ids=len)
 def test_tiles_for_everything_at_once(widths, arguments):
-    blocks = HOPPER.blocks(problem(*widths, **arguments), None)
+    blocks = HOPPER.attention.plan(problem(*widths, **arguments))
     assert isinstance(blocks.backward, SplitBlocks)
 
 

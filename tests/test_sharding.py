@@ -230,7 +230,7 @@ def test_the_hopper_kernels_lower_for_shards(devices, types):
     def lowered(tiles, **options) -> str:
         def loss(q, k, v, bias):
             call = validate.canonicalize(q, k, v, Arguments(bias=bias, **options))
-            blocks = backend.blocks(call.problem, tiles)
+            blocks = backend.attention.plan(call.problem, tiles)
             o, _, _ = derivatives.attend(backend, call.spec, blocks, call.operands)
             return jnp.sum(o.astype(jnp.float32))
 

@@ -18,7 +18,7 @@ def chosen(batch, q_len, kv_len, heads, head_dim, blocks=None, **spec):
     shape = lambda length, n: jax.ShapeDtypeStruct((batch, length, n, head_dim), jnp.bfloat16)
     q, kv = shape(q_len, heads[0]), shape(kv_len, heads[1])
     problem = describe(Operands(q, kv, kv), AttentionSpec(scale=1.0, **spec))
-    return BACKEND.blocks(problem, blocks)
+    return BACKEND.attention.plan(problem, blocks)
 
 
 CAUSAL = {"mask": Mask.causal()}

@@ -20,7 +20,7 @@ def _blocks(T=512, H=128, **fields):
     case = Case("any", **({"T": T, "S": T, "N": 1, "K": 1, "H": H, "dtype": "bfloat16"} | fields))
     spec = dataclasses.replace(case.problem.spec, max_logit=case.max_logit)
     problem = dataclasses.replace(case.problem, spec=spec)
-    return HopperBackend().blocks(problem, None).forward
+    return HopperBackend().attention.plan(problem).forward
 
 
 @pytest.mark.parametrize("limit", [2.0**14, 2.0**20])

@@ -104,7 +104,7 @@ def _lowers(score_mod):
     def loss(q, k, v):
         call = validate.canonicalize(q, k, v, Arguments(score_mod=score_mod))
         assert refusal(call.problem) is None
-        blocks = backend.blocks(call.problem, None)
+        blocks = backend.attention.plan(call.problem)
         return (
             derivatives.attend(backend, call.spec, blocks, call.operands)[0]
             .astype(jnp.float32)

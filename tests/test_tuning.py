@@ -21,6 +21,7 @@ from flash_pallas.backends.hopper.backward.paired import tiles as paired_tiles
 from flash_pallas.backends.hopper.backward.split import tiles as split_tiles
 from flash_pallas.backends.hopper.forward import tiles
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.backends.xla.backend import XlaAttention
 from flash_pallas.frontend import dispatch, tables
 
 Q = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
@@ -50,7 +51,7 @@ def clock(monkeypatch):
     """Fake timer: candidates are not compiled, and take the time that a test says."""
 
     def fake(backend, call):
-        found = backend.candidates(call.problem)
+        found = backend.attention.candidates(call.problem)
         return {k: [tuning.Program(c, None, (), 1) for c in those] for k, those in found.items()}
 
     def install(ms):
@@ -372,9 +373,9 @@ def test_candidates_can_run_and_the_rules_come_first(shape, causal, deterministi
     problem = fp.explain(
         fp.flash_attention, x, x, x, causal=causal, backend="hopper", deterministic=deterministic
     ).problem
-    rules = HOPPER.blocks(problem, None)
-    for kernel, those in HOPPER.candidates(problem).items():
-        blocks = [HOPPER.blocks(problem, {kernel: fields}) for fields in those]
+    rules = HOPPER.attention.plan(problem)
+    for kernel, those in HOPPER.attention.candidates(problem).items():
+        blocks = [HOPPER.attention.plan(problem, {kernel: fields}) for fields in those]
         assert blocks[0] == rules
         assert 1 <= len(set(blocks)) == len(blocks) <= 9
 
@@ -402,19 +403,25 @@ class Tunable(XlaBackend):
 
     name = "tunable"
 
+    @property
+    def attention(self):
+        return TunableAttention(self)
+
+
+class TunableAttention(XlaAttention):
     def candidates(self, problem):
         return {kernel: [{"block_q": b} for b in (16, 8, 7)] for kernel in ("forward", "other")}
 
-    def blocks(self, problem, override):
+    def plan(self, problem, override=None):
         forward, other = (
             (override or {}).get(kernel, {"block_q": 16}) for kernel in ("forward", "other")
         )
-        return super().blocks(problem, {"block_q": min(forward["block_q"], other["block_q"])})
+        return super().plan(problem, {"block_q": min(forward["block_q"], other["block_q"])})
 
-    def forward(self, spec, blocks, operands):
+    def run(self, spec, blocks, operands):
         if blocks.block_q == 7:
             raise NotImplementedError("too odd")
-        return super().forward(spec, blocks, operands)
+        return super().run(spec, blocks, operands)
 
 
 def test_the_real_timer_times_what_compiles(monkeypatch):
@@ -427,7 +434,7 @@ def test_the_real_timer_times_what_compiles(monkeypatch):
     assert all(ms > 0 for timed in found.times.values() for _, ms in timed)
     assert str(found).count(" ms ") == 4 and str(found).count(" <") == 2
     after = fp.explain(fp.flash_attention, x, x, x, causal=True)
-    assert after.blocks == Tunable().blocks(after.problem, found.blocks)
+    assert after.blocks == Tunable().attention.plan(after.problem, found.blocks)
 
 
 def test_what_gives_any_result_is_timed():

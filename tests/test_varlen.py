@@ -153,7 +153,7 @@ def test_kernels_on_packed_arrays(kernels, causal):
             places = jnp.asarray(_cu(lengths)), None, None
             arrays, arguments = varlen._as_one(q, k, v, places, options)
             call = validate.canonicalize(*arrays, arguments)
-            tiles = backend.blocks(call.problem, blocks)
+            tiles = backend.attention.plan(call.problem, blocks)
             return derivatives.attend(backend, call.spec, tiles, call.operands)[0][0]
 
         poisoned = [x.astype(dtype).at[-PADDED:].set(jnp.nan) for x in given]

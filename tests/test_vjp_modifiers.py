@@ -14,6 +14,7 @@ from jax.test_util import check_grads
 import flash_pallas as fp
 from flash_pallas import reference
 from flash_pallas.backends.xla import XlaBackend
+from flash_pallas.backends.xla.backend import XlaVjp
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.transforms import derivatives
@@ -124,9 +125,15 @@ class Recording(XlaBackend):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def backward(self, spec, blocks, operands, cotangents, wanted):
-        self.wanted.append(wanted)
-        return super().backward(spec, blocks, operands, cotangents, wanted)
+    @property
+    def vjp(self):
+        return RecordingVjp(self)
+
+
+class RecordingVjp(XlaVjp):
+    def run(self, spec, blocks, operands, cotangents, wanted):
+        self.backend.wanted.append(wanted)
+        return super().run(spec, blocks, operands, cotangents, wanted)
 
 
 def recorded(function, *args):
@@ -136,7 +143,7 @@ def recorded(function, *args):
 
     def attend(q, k, v, **keywords):
         call = validate.canonicalize(q, k, v, Arguments(**keywords))
-        blocks = backend.blocks(call.problem, None)
+        blocks = backend.attention.plan(call.problem)
         return call.unfold(*derivatives.attend(backend, call.spec, blocks, call.operands))[0]
 
     jax.make_jaxpr(function(attend))(*args)

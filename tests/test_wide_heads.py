@@ -91,7 +91,7 @@ def test_chosen_options():
     ids=str,
 )
 def test_what_is_refused(widths, dtype, reason):
-    assert reason in BACKEND.unsupported(_problem(*widths, jnp.dtype(dtype)))
+    assert reason in BACKEND.attention.refusal(_problem(*widths, jnp.dtype(dtype)))
 
 
 def test_small_blocks_of_a_mask_are_refused():
@@ -122,16 +122,16 @@ def test_small_blocks_of_a_mask_are_refused():
 )
 def test_options_that_do_not_fit(blocks, message):
     with pytest.raises(ValueError, match=message):
-        BACKEND.blocks(_problem(512, 512), blocks)
+        BACKEND.attention.plan(_problem(512, 512), blocks)
 
 
 def test_candidates_of_autotune_fit():
-    candidates = BACKEND.candidates(_problem(512, 512))
+    candidates = BACKEND.attention.candidates(_problem(512, 512))
     assert set(candidates) == set(KERNELS) and all(len(x) > 1 for x in candidates.values())
 
 
 def test_derivatives_beyond_the_gradient_are_left_to_jnp():
     problem = _problem(512, 512)
-    blocks, qkv = BACKEND.blocks(problem, None), frozenset("qkv")
-    assert not BACKEND.pushes(problem, blocks, qkv, primal=True)
-    assert not BACKEND.pushes_backward(problem, qkv, qkv)
+    blocks, qkv = BACKEND.attention.plan(problem), frozenset("qkv")
+    assert "above 256" in BACKEND.jvp.refusal(problem, blocks, qkv, primal=True)
+    assert "above 256" in BACKEND.jvp_of_vjp.refusal(problem, qkv, qkv)

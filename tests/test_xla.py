@@ -84,7 +84,7 @@ def test_scores_of_a_tile_take_at_most_a_gibibyte(
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.bfloat16)
     spec = AttentionSpec(scale=1.0, mask=Mask(right=0 if causal else None))
-    blocks = XlaBackend().blocks(describe(Operands(x, x, x), spec), None)
+    blocks = XlaBackend().attention.plan(describe(Operands(x, x, x), spec), None)
     assert (blocks.block_q, blocks.block_kv) == expected
 
 

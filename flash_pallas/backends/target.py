@@ -19,7 +19,7 @@ from ..core import decode, mesh_axes, problem, ragged
 from ..core.problem import Grads, Outputs
 from ..core.softmax import LOG2E
 from ..devices import Device, within
-from .base import Backend
+from .base import Backend, Vjp
 from .xla import XlaBackend
 
 _JNP = XlaBackend()
@@ -43,50 +43,88 @@ class TargetBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "kernels"), name)
 
-    def forward(self, spec, blocks, operands) -> Outputs:
-        """Computes attention; see `Backend`, as for the others."""
+    @property
+    def attention(self) -> Any:
+        """Attention of whole sequences."""
+        unit = lambda spec, operands: problem.describe(operands, spec).unit
+        return _ByPlatform(self, "attention", problem.describe, unit)
+
+    @property
+    def decode(self) -> Any:
+        """Attention to a cache."""
+        return _ByPlatform(self, "decode", decode.describe, _unit)
+
+    @property
+    def ragged(self) -> Any:
+        """Attention over pages."""
+        unit = lambda spec, operands: _unit(spec.decode, operands)
+        return _ByPlatform(self, "ragged", ragged.describe, unit)
+
+    @property
+    def vjp(self) -> Any:
+        """The gradients of attention."""
+        return _VjpByPlatform(self)
+
+
+def _unit(spec: decode.DecodeSpec, operands) -> float:
+    return spec.attention.unit(operands.alibi_slopes is not None)
+
+
+class _ByPlatform:
+    """An operation of the kernels, which jnp computes elsewhere.
+
+    Attributes:
+        backend: the backend that the operation is of.
+        name: the operation's name.
+        describe: (operands, spec) -> the problem.
+        unit: (spec, operands) -> that of `softmax.finish`.
+    """
+
+    def __init__(self, backend: TargetBackend, name: str, describe: Callable, unit: Callable):
+        self.backend, self.name, self.describe, self.unit = backend, name, describe, unit
+
+    @property
+    def kernels(self) -> Any:
+        """The operation of the kernels."""
+        return getattr(self.backend.kernels, self.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    def run(self, spec, blocks, operands) -> Outputs:
+        """Computes the operation on the platform that the program runs on."""
+        jnp_operation = getattr(_JNP, self.name)
 
         def elsewhere(operands):
-            tiles = _JNP.blocks(problem.describe(operands, spec), None)
-            return _JNP.forward(spec, tiles, operands)
+            tiles = jnp_operation.plan(self.describe(operands, spec))
+            return jnp_operation.run(spec, tiles, operands)
 
-        unit = problem.describe(operands, spec).unit
-        on_cuda = partial(self.kernels.forward, spec, blocks)
-        return _outputs(self.device, on_cuda, elsewhere, operands, unit)
+        on_cuda, unit = partial(self.kernels.run, spec, blocks), self.unit(spec, operands)
+        return _outputs(self.backend.device, on_cuda, elsewhere, operands, unit)
 
-    def backward(self, spec, blocks, operands, cotangents, wanted) -> Grads:
-        """Computes gradients."""
+
+class _VjpByPlatform(Vjp):
+    """The gradients by kernels, or in jnp elsewhere."""
+
+    def __init__(self, backend: TargetBackend):
+        self.backend = backend
+
+    @property
+    def reads_output(self) -> bool:
+        """True if the kernels read it; see `Vjp`."""
+        return self.backend.kernels.vjp.reads_output
+
+    def run(self, spec, blocks, operands, cotangents, wanted) -> Grads:
+        """Computes the gradients on the platform that the program runs on."""
 
         def on_cuda(operands, cotangents):
-            return self.kernels.backward(spec, blocks, operands, cotangents, wanted)
+            return self.backend.kernels.vjp.run(spec, blocks, operands, cotangents, wanted)
 
         def elsewhere(operands, cotangents):
-            tiles = _JNP.blocks(problem.describe(operands, spec), None)
-            return _JNP.backward(spec, tiles, operands, cotangents, wanted)
+            tiles = _JNP.attention.plan(problem.describe(operands, spec))
+            return _JNP.vjp.run(spec, tiles, operands, cotangents, wanted)
 
-        return by_platform(self.device, on_cuda, elsewhere, operands, cotangents)
-
-    def decode(self, spec, blocks, operands) -> Outputs:
-        """Computes attention of a few queries to a cache."""
-
-        def elsewhere(operands):
-            tiles = _JNP.decode_blocks(decode.describe(operands, spec))
-            return _JNP.decode(spec, tiles, operands)
-
-        unit = spec.attention.unit(operands.alibi_slopes is not None)
-        on_cuda = partial(self.kernels.decode, spec, blocks)
-        return _outputs(self.device, on_cuda, elsewhere, operands, unit)
-
-    def ragged(self, spec, blocks, operands) -> Outputs:
-        """Computes ragged attention over pages."""
-
-        def elsewhere(operands):
-            tiles = _JNP.ragged_blocks(ragged.describe(operands, spec))
-            return _JNP.ragged(spec, tiles, operands)
-
-        unit = spec.decode.attention.unit(operands.alibi_slopes is not None)
-        on_cuda = partial(self.kernels.ragged, spec, blocks)
-        return _outputs(self.device, on_cuda, elsewhere, operands, unit)
+        return by_platform(self.backend.device, on_cuda, elsewhere, operands, cotangents)
 
 
 def _outputs(

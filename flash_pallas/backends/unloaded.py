@@ -38,17 +38,44 @@ class UnloadedBackend:
             raise AttributeError(name)
         return getattr(_load(self.name, self.kind), name)
 
-    def unsupported(self, problem) -> str | None:
-        """Returns why it cannot run `problem` here, as the next two do."""
-        return no_gpu(self.needs) or self.loaded.unsupported(problem)
+    @property
+    def attention(self) -> Any:
+        """Attention, which is refused without a GPU, as are the next two."""
+        return UnloadedOperation(self, "attention")
 
-    def unsupported_decode(self, problem) -> str | None:
-        """Returns the same for decoding."""
-        return no_gpu(self.needs) or self.loaded.unsupported_decode(problem)
+    @property
+    def decode(self) -> Any:
+        """Attention to a cache."""
+        return UnloadedOperation(self, "decode")
 
-    def unsupported_ragged(self, problem) -> str | None:
-        """Returns the same for ragged attention."""
-        return no_gpu(self.needs) or self.loaded.unsupported_ragged(problem)
+    @property
+    def ragged(self) -> Any:
+        """Attention over pages."""
+        return UnloadedOperation(self, "ragged")
+
+
+@dataclasses.dataclass(frozen=True)
+class UnloadedOperation:
+    """An operation of a backend that is loaded where there is a GPU to run it.
+
+    Attributes:
+        backend: the backend.
+        name: the operation's name.
+    """
+
+    backend: UnloadedBackend
+    name: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(getattr(self.backend.loaded, self.name), name)
+
+    def refusal(self, problem: Any) -> str | None:
+        """Returns why the backend cannot run `problem` here, or None."""
+        if reason := no_gpu(self.backend.needs):
+            return reason
+        return getattr(self.backend.loaded, self.name).refusal(problem)
 
 
 @functools.cache

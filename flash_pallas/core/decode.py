@@ -8,7 +8,7 @@ same time (split-KV), each with its own output and log-sum-exp, and `softmax.mer
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -130,6 +130,7 @@ class DecodeProblem(Shapes):
             "page_scales" (the pages of a cache have scales of their own).
     """
 
+    operation: ClassVar[str] = "decode"  # of backends.base.Backend
     kv_dtype: np.dtype
     spec: DecodeSpec
     num_pages: int | None = None

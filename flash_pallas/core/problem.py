@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +180,7 @@ class Problem(Shapes):
         bias_dtype: a numpy dtype, or None.
     """
 
+    operation: ClassVar[str] = "attention"  # of backends.base.Backend
     spec: AttentionSpec
     features: frozenset[str] = frozenset()
     bias_shape: Any = None
@@ -268,7 +269,7 @@ class Cotangents(NamedTuple):
     do: Any  # [B, T, N, Hv]
     delta: Any  # f32[B, N, T], rowsum(o * do) - dlse; maybe None where a backend reads o
     shift: Any = None  # f32[B, N, T], of the forward
-    # None unless a backend reads them: Backend.reads_output.
+    # None unless a backend reads them: Vjp.reads_output.
     o: Any = None  # [B, T, N, Hv], of the forward
     dlse: Any = None  # f32[B, N, T], cotangent of the natural log-sum-exp; None is 0
 

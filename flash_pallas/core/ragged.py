@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,7 @@ class RaggedProblem:
         steps: the decode problem of all sequences with `step_tokens` queries each.
     """
 
+    operation: ClassVar[str] = "ragged"  # of backends.base.Backend
     tokens: int
     steps: DecodeProblem
 

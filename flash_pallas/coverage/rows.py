@@ -97,7 +97,7 @@ def override(row: Row, target: Target) -> dict[str, Any] | None:
         bias_shape=of(problem.bias_shape),
         mask_shape=of(problem.mask_shape),
     )
-    return by_kernel(target.make().blocks(problem, None))
+    return by_kernel(target.make().attention.plan(problem))
 
 
 def by_kernel(blocks: Any) -> dict[str, Any]:
@@ -145,17 +145,17 @@ def plan(row: Row, target: Target) -> Any:
         return None
     backend, problem = target.make(), problem_of(row)
     if row.function == "decode":
-        refused = backend.unsupported_decode(problem)
-        return None if refused else backend.decode_blocks(problem)
+        refused = backend.decode.refusal(problem)
+        return None if refused else backend.decode.plan(problem)
     if row.function == "ragged":
-        if backend.unsupported_ragged(problem):
+        if backend.ragged.refusal(problem):
             return None
-        blocks = backend.ragged_blocks(problem)
+        blocks = backend.ragged.plan(problem)
         return blocks if blocks.chunks_on == backend.name else blocks.steps
-    if backend.unsupported(problem):
+    if backend.attention.refusal(problem):
         return None
     try:
-        blocks = backend.blocks(problem, override(row, target))
+        blocks = backend.attention.plan(problem, override(row, target))
     except ValueError:  # tiles of a longer call do not fit these lengths
         return None
     if row.wanted == "gradient":
@@ -163,11 +163,12 @@ def plan(row: Row, target: Target) -> Any:
     moves = frozenset(calls.moving(row, calls.recipes(row)))
     moves = frozenset("score_params" if name == "strength" else name for name in moves)
     if row.wanted == "hessian":
-        runs = backend.pushes_backward(problem, moves, moves)
+        refused = backend.jvp_of_vjp.refusal(problem, moves, moves)
     else:
-        runs = backend.pushes(problem, blocks, moves, primal=row.wanted == "tangents")
+        primal = row.wanted == "tangents"
+        refused = backend.jvp.refusal(problem, blocks, moves, primal=primal)
     tiles = blocks.backward if row.wanted == "hessian" else blocks.forward
-    return (row.wanted, tiles) if runs else None
+    return None if refused else (row.wanted, tiles)
 
 
 # --- Head dims ------------------------------------------------------------------------------------

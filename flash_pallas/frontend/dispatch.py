@@ -205,7 +205,7 @@ def _warn_of_jnp(problem: AnyProblem, chosen: Backend, reasons: dict[str, str]) 
             logging.WARNING,
         )
     elif isinstance(problem, RaggedProblem) and (
-        note := of_chunks(chosen, chosen.ragged_blocks(problem))
+        note := of_chunks(chosen, chosen.ragged.plan(problem))
     ):
         _log_once(f"ragged_paged_attention runs on {chosen.name!r}: {note}", logging.WARNING)
 
@@ -258,7 +258,7 @@ def tiles(backend: Backend, problem: Problem, override: dict[str, Any] | None = 
     if override is None:
         return _tiles(backend, problem, kind)[0]
     _, tuned = _tiles(backend, problem, kind)
-    return backend.blocks(problem, {**(tuned.blocks if tuned else {}), **override})
+    return backend.attention.plan(problem, {**(tuned.blocks if tuned else {}), **override})
 
 
 def tuned_for(backend: Backend, problem: Problem) -> Tuned | None:
@@ -279,10 +279,10 @@ def _tiles(backend: Backend, problem: Problem, kind: str | None) -> tuple[Any, T
     tuned = tables.lookup(backend.name, problem, kind)
     if tuned is not None:
         try:
-            return backend.blocks(problem, tuned.blocks), tuned
+            return backend.attention.plan(problem, tuned.blocks), tuned
         except (TypeError, ValueError) as error:
             tables.ignore(tuned.path, str(error))
-    return backend.blocks(problem, None), None
+    return backend.attention.plan(problem), None
 
 
 def forget_tiles() -> None:
@@ -303,8 +303,8 @@ def tunable(problem: Problem, name: str) -> Backend:
             "flash_pallas.target"
         )
     chosen = select(problem, name)
-    if not chosen.candidates(problem):
-        has = lambda other: "has some" if other.candidates(problem) else "has none either"
+    if not chosen.attention.candidates(problem):
+        has = lambda other: "has some" if other.attention.candidates(problem) else "has none either"
         others = [
             f"{other.name!r} {refusal(other, problem) or has(other)}"
             for other in BACKENDS.values()
@@ -337,25 +337,24 @@ def refusal(backend: Backend, problem: AnyProblem, platform: str | None = None) 
         return (
             f"the arrays are on the {platform}, and its kernels would be compiled for the {default}"
         )
-    if reason := _unsupported(backend, problem):
+    operation = _operation(backend, problem)
+    if reason := operation.refusal(problem):
         return reason
     if backend.name == CudnnBackend.name and targeted() is not None:
-        there = "" if backend.not_automatic(problem) else "; on that GPU itself 'auto' takes it"
+        there = "" if operation.not_automatic(problem) else "; on that GPU itself 'auto' takes it"
         return f"is not for flash_pallas.target, as jax asks the cuDNN that is here{there}"
     return None
 
 
-def _unsupported(backend: Backend, problem: AnyProblem) -> str | None:
-    if isinstance(problem, DecodeProblem):
-        return backend.unsupported_decode(problem)
-    if isinstance(problem, RaggedProblem):
-        return backend.unsupported_ragged(problem)
-    return backend.unsupported(problem)
+def _operation(backend: Backend, problem: AnyProblem) -> Any:
+    """Returns the operation of a backend that computes `problem`."""
+    return getattr(backend, problem.operation)
 
 
 def passed_over(backend: Backend, problem: AnyProblem, platform: str | None = None) -> str | None:
     """Returns why "auto" does not take a backend, or None."""
-    return refusal(backend, problem, platform) or backend.not_automatic(problem)
+    reason = refusal(backend, problem, platform)
+    return reason or _operation(backend, problem).not_automatic(problem)
 
 
 def tell_of_cost(problem: Problem) -> None:

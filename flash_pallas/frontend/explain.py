@@ -351,10 +351,10 @@ def explained(
     chosen = dispatch.choose(problem, name, platform, says=False)
     reasons = _reasons(chosen, problem, name, platform)
     if isinstance(problem, DecodeProblem):
-        tile = chosen.decode_blocks(problem)
+        tile = chosen.decode.plan(problem)
         return ExplainedCall(problem, chosen.name, tile, reasons, gpu=gpu)
     if isinstance(problem, RaggedProblem):
-        tile = chosen.ragged_blocks(problem)
+        tile = chosen.ragged.plan(problem)
         note = dispatch.of_chunks(chosen, tile)
         return ExplainedCall(problem, chosen.name, tile, reasons, gpu=gpu, note=note)
     tile = dispatch.tiles(chosen, problem, override)
@@ -383,17 +383,17 @@ def _orders(chosen: Backend, problem: Problem, tile: Any) -> str:
     """Returns what runs for tangents of all operands and Hessian-vector products in q, k and v."""
     qkv = frozenset("qkv")
     moves = qkv | (problem.features & {*EXTRA_GRADS, "sinks"})
-    by_kernels = (
-        chosen.pushes(problem, tile, moves, primal=False),
-        chosen.pushes_backward(problem, qkv, qkv),
+    refusals = (
+        chosen.jvp.refusal(problem, tile, moves, primal=False),
+        chosen.jvp_of_vjp.refusal(problem, qkv, qkv),
     )
-    first, second = ("kernels" if there else "blockwise jnp" for there in by_kernels)
+    first, second = ("blockwise jnp" if reason else "kernels" for reason in refusals)
     return f"tangents: {first}; Hessian-vector products: {second}; other orders: blockwise jnp"
 
 
 def _sources(chosen: Backend, problem: Problem, override: dict[str, Any] | None) -> dict[str, str]:
     """Returns, by kernel, the source of its tile sizes."""
-    kernels = chosen.candidates(problem)
+    kernels = chosen.attention.candidates(problem)
     if not kernels:
         return {"all": "caller" if override else "heuristic"}
     tuned = dispatch.tuned_for(chosen, problem)

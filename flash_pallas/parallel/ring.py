@@ -219,7 +219,7 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
         chosen, blocks = _chosen(ring, spec, part)
         half = _halves(operands.q.shape[1], piece.rows)
         of_rows = _of_rows(cotangents, half)
-        if not chosen.reads_output:
+        if not chosen.vjp.reads_output:
             of_rows = of_rows._replace(o=None, dlse=None)
         grads = derivatives.backward_of(chosen, spec, blocks, frozenset())(part, of_rows)
         cols = _halves(keys.k.shape[1], piece.cols)

@@ -117,7 +117,7 @@ def gradients(backend, spec, blocks, operands, out: Outputs, do, dlse, wanted) -
     Returns:
         Operands: gradients of those that have one, None for all others.
     """
-    if backend.reads_output:
+    if backend.vjp.reads_output:
         given = Cotangents(out.lse_log2, do, None, out.shift, out.o, dlse)
     else:
         delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
@@ -197,7 +197,7 @@ def forward_of(backend, spec, blocks):
 
     def forward(operands):
         with own_width(operands):
-            outputs = padding.discarded(operands, backend.forward(spec, blocks, operands))
+            outputs = padding.discarded(operands, backend.attention.run(spec, blocks, operands))
         return mesh_axes.spread(outputs, mesh_axes.varying(operands))
 
     call = fold_vmap(sharding.per_shard(forward, backend.partitionable))
@@ -208,12 +208,12 @@ def forward_of(backend, spec, blocks):
 def backward_of(backend, spec, blocks, wanted):
     """Returns (operands, Cotangents) -> Grads: the backend's backward, wrapped like its forward.
 
-    `wanted` is that of `Backend.backward`.
+    `wanted` is that of `Vjp.run`.
     """
 
     def backward(operands, cotangents):
         with own_width(operands):
-            grads = backend.backward(spec, blocks, operands, cotangents, wanted)
+            grads = backend.vjp.run(spec, blocks, operands, cotangents, wanted)
         return mesh_axes.spread(grads, mesh_axes.varying(operands))
 
     call = fold_vmap(sharding.per_shard(backward, backend.partitionable), wanted)
@@ -224,13 +224,13 @@ def backward_of(backend, spec, blocks, wanted):
 def push_of(backend, spec):
     """Returns (operands, their tangents, Outputs) -> Tangents: the backend's forward mode.
 
-    Without Outputs, those are computed too; both are as `Backend.push` has them. Of the wraps of
+    Without Outputs, those are computed too; both are as `Jvp.run` has them. Of the wraps of
     `forward_of` it has that of the partitioner alone.
     """
 
     def push(operands, given, found=None):
         with own_width(operands):
-            result = backend.push(spec, operands, given, found)
+            result = backend.jvp.run(spec, operands, given, found)
             if found is None:
                 out = padding.discarded(operands, Outputs(*result[:3]))
                 result = result._replace(o=out.o, lse_log2=out.lse_log2, shift=out.shift)
@@ -243,12 +243,12 @@ def push_of(backend, spec):
 def push_backward_of(backend, spec):
     """Returns (operands, Cotangents, their tangents) -> Grads: forward mode of the backward.
 
-    Arguments are those of `Backend.push_backward`; the wrap is that of `push_of`.
+    Arguments are those of `JvpOfVjp.run`; the wrap is that of `push_of`.
     """
 
     def push(operands, cotangents, given, moved):
         with own_width(operands):
-            grads = backend.push_backward(spec, operands, cotangents, given, moved)
+            grads = backend.jvp_of_vjp.run(spec, operands, cotangents, given, moved)
         return mesh_axes.spread(grads, mesh_axes.varying(operands))
 
     return sharding.per_shard(push, backend.partitionable)

@@ -46,7 +46,7 @@ class Call:
     Attributes:
         backend: the backend that runs it.
         spec: static parameters.
-        blocks: tile sizes, from `backend.blocks`.
+        blocks: tile sizes, from `backend.attention.plan`.
     """
 
     backend: Backend
@@ -63,12 +63,13 @@ class Call:
         return self.backend.partitionable
 
     def pushes(self, operands: Operands, given: Operands, *, primal: bool) -> bool:
-        """Returns whether the backend has forward mode for these tangents; see Backend.pushes."""
+        """Returns whether the backend has forward mode for these tangents; see `Jvp.refusal`."""
         problem, moves = describe(operands, self.spec), moves_of(given)
-        return self.backend.pushes(problem, self.blocks, moves, primal=primal)
+        refusal = self.backend.jvp.refusal(problem, self.blocks, moves, primal=primal)
+        return refusal is None
 
     def push(self, operands: Operands, given: Operands, found: Outputs | None) -> Results:
-        """Computes the backend's forward mode, and the share of the sinks; see Backend.push."""
+        """Computes the backend's forward mode, and the share of the sinks; see `Jvp.run`."""
         rows = () if found is None else (found._replace(max_logit=None),)
         full = with_zeros(operands, given)
         found_ = derivatives.push_of(self.backend, self.spec)(operands, full, *rows)
@@ -99,7 +100,7 @@ class Call:
     def smooth(self, operands: Operands) -> tuple[Any, Any]:
         """Computes (o, natural log-sum-exp) in jnp that JAX differentiates."""
         problem = describe(operands, self.spec)
-        blocks = XlaBackend().blocks(problem, None)
+        blocks = XlaBackend().attention.plan(problem)
         with own_width(operands):
             out = any_order.attention(self.spec, blocks, operands)
         return out.o, softmax.natural(out.lse_log2, None, problem.unit)
@@ -313,7 +314,7 @@ class Gradients(OfGradients):
         """Returns the tangents of the gradients, where the backend has a kernel for them."""
         problem = describe(saved.operands, self.call.spec)
         moves = moves_of(dsaved), moves_of(self.asked)
-        if not self.call.backend.pushes_backward(problem, *moves):
+        if self.call.backend.jvp_of_vjp.refusal(problem, *moves):
             return None
         both, structure = SavedBoth(saved, given), jax.tree.structure
         equation = Pushed(self.call, structure(both), structure((dsaved, dgiven)), self.wanted)

@@ -87,7 +87,7 @@ def test_kernels_say_why_not():
     both = pages.reshape(PAGES, PAGE, K, 2 * H)
     for there in (HopperBackend(capability="9.0"), PortableBackend(capability="8.0")):
         _, spec, operands = prepared(q.astype("bfloat16"), both, None, places, "xla")
-        reason = there.unsupported_ragged(fp.core.ragged.describe(operands, spec))
+        reason = there.ragged.refusal(fp.core.ragged.describe(operands, spec))
         assert "no values that lie behind the keys" in str(reason)
 
 

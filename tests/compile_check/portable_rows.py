@@ -210,14 +210,14 @@ def _rows(backend: PortableBackend) -> Iterator[Row]:
     yield from (_decode(backend, 128, name) for name in DECODES)
     for (head_dim, *others), names in WIDE_DECODES.items():
         spec, operands = decode_call(head_dim, "contiguous", *others)
-        if backend.unsupported_decode(describe_decode(operands, spec)) is None:
+        if backend.decode.refusal(describe_decode(operands, spec)) is None:
             yield from (_decode(backend, head_dim, name, *others) for name in names)
 
 
 def _decode(backend, head_dim: int, name: str, *others: int) -> Row:
     spec, operands = decode_call(head_dim, name, *others)
-    blocks = backend.decode_blocks(describe_decode(operands, spec))
-    run = lambda o: backend.decode(spec, blocks, o)
+    blocks = backend.decode.plan(describe_decode(operands, spec))
+    run = lambda o: backend.decode.run(spec, blocks, o)
     said = f"{name}, {others[0]} {others[1]}/{others[2]}" if others else name
     return Row("portable decode", head_dim, "bfloat16", said, run, (operands,))
 
@@ -246,13 +246,13 @@ def _modified(backend, case: Case, paths: tuple[str, ...]) -> Iterator[Row]:
 def _row(backend, named, spec: AttentionSpec, operands: Operands, do) -> Row:
     path, *about = named
     problem = describe(operands, spec)
-    blocks = backend.blocks(problem, None)
+    blocks = backend.attention.plan(problem)
     if path == "forward":
-        run, arguments = (lambda o: backend.forward(spec, blocks, o)), (operands,)
+        run, arguments = (lambda o: backend.attention.run(spec, blocks, o)), (operands,)
     else:
         per_row = jax.ShapeDtypeStruct((do.shape[0], do.shape[2], do.shape[1]), jnp.float32)
         # What the scores' modifiers want is the same with either backward.
         extra = frozenset(EXTRA_GRADS) & problem.features if path == "backward" else frozenset()
-        run = lambda *a: backend.backward(spec, blocks, *a, wanted=extra)
+        run = lambda *a: backend.vjp.run(spec, blocks, *a, wanted=extra)
         arguments = (operands, cotangents(spec, do, per_row))
     return Row("portable " + path, *about, run, arguments)

@@ -434,11 +434,11 @@ def _of_shape(
     per_row = jax.ShapeDtypeStruct((shape.batch, shape.q_heads, shape.q_len), jnp.float32)
     operands = Operands(q, kv, kv, offset)
     backend = HopperBackend(trades_registers=False if path.endswith(ALONE) else None)
-    blocks = backend.blocks(describe(operands, spec), None)
+    blocks = backend.attention.plan(describe(operands, spec))
     if path.startswith("forward"):
-        run, arguments = (lambda *a: backend.forward(spec, blocks, *a)), (operands,)
+        run, arguments = (lambda *a: backend.attention.run(spec, blocks, *a)), (operands,)
     else:
-        run = lambda *a: backend.backward(spec, blocks, *a, wanted=frozenset())
+        run = lambda *a: backend.vjp.run(spec, blocks, *a, wanted=frozenset())
         arguments = (operands, cotangents(spec, q, per_row))
     return Row(path, head_dim, dtype, mask, run, arguments)
 
@@ -458,15 +458,15 @@ def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({}
     arguments = Arguments(**case.arguments(x), deterministic=case.deterministic)
     call = validate.canonicalize(x.q, x.k, x.v, arguments)
     backend, spec, operands = HopperBackend(), call.spec, call.operands
-    blocks = backend.blocks(call.problem, None)
+    blocks = backend.attention.plan(call.problem)
     if isinstance(blocks.backward, FusedBlocks):  # as with more key blocks than these few
-        blocks = backend.blocks(call.problem, {"fused": {"split_q": 1, **launches}})
+        blocks = backend.attention.plan(call.problem, {"fused": {"split_q": 1, **launches}})
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     per_row = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
     forms, do = jax.tree.map(shape, operands), shape(x.do)
     wanted = frozenset(name for name in EXTRA_GRADS if name in call.problem.features)
-    forward = lambda o: backend.forward(spec, blocks, o)
-    backward = lambda o, c: backend.backward(spec, blocks, o, c, wanted)
+    forward = lambda o: backend.attention.run(spec, blocks, o)
+    backward = lambda o, c: backend.vjp.run(spec, blocks, o, c, wanted)
     named = (case.H, case.dtype, case.name)
     yield Row("forward", *named, forward, (forms,))
     yield Row("backward", *named, backward, (forms, cotangents(spec, do, per_row)))
@@ -480,8 +480,8 @@ def _pair_bias_row(length: int, head_dim: int) -> Row:
     per_row = jax.ShapeDtypeStruct((entries, heads, length), jnp.float32)
     operands = Operands(q, q, q)._replace(bias=shape(1, heads, length, length))
     backend, spec = HopperBackend(), AttentionSpec(scale=head_dim**-0.5)
-    blocks = backend.blocks(describe(operands, spec), None)
-    run = lambda o, c: backend.backward(spec, blocks, o, c, frozenset({"bias"}))
+    blocks = backend.attention.plan(describe(operands, spec))
+    run = lambda o, c: backend.vjp.run(spec, blocks, o, c, frozenset({"bias"}))
     arguments = operands, cotangents(spec, q, per_row)
     return Row("backward", head_dim, "bfloat16", f"pair bias {length}", run, arguments)
 
@@ -526,8 +526,8 @@ def _decode_row(head_dim: int, name: str, *others: int) -> Row:
     spec, operands = decode_call(head_dim, name, *others)
     backend = HopperBackend()
     problem = decode.describe(operands, spec)
-    blocks = backend.decode_blocks(problem)
-    run = lambda o: backend.decode(spec, blocks, o)
+    blocks = backend.decode.plan(problem)
+    run = lambda o: backend.decode.run(spec, blocks, o)
     # Two blocks of 256 threads have 128 registers each.
     both = isinstance(blocks, DecodeBlocks) and blocks.ctas_per_sm(problem) > 1
     most = 128 if both else MOST_REGISTERS
@@ -581,8 +581,8 @@ def _whole_ragged_row(name: str, **given) -> Row:
     steps = dataclasses.replace(spec.decode, **given)
     spec = dataclasses.replace(spec, decode=steps)
     backend = HopperBackend()
-    blocks = backend.ragged_blocks(ragged.describe(operands, spec))
-    run = lambda o: backend.ragged(spec, blocks, o)
+    blocks = backend.ragged.plan(ragged.describe(operands, spec))
+    run = lambda o: backend.ragged.run(spec, blocks, o)
     return Row("steps and chunks", 128, "bfloat16", name, run, (operands,))
 
 
@@ -619,7 +619,7 @@ def _packed_rows() -> Iterator[Row]:
         ("varlen_padded", known._replace(q_lengths=one, kv_lengths=one)),
     ):
         spec, backend = AttentionSpec(scale=0.1, mask=Mask(right=0)), HopperBackend()
-        blocks = backend.blocks(describe(operands, spec), None)
+        blocks = backend.attention.plan(describe(operands, spec))
         forward = functools.partial(backend.forward, spec, blocks)
         backward = functools.partial(backend.backward, spec, blocks, wanted=frozenset())
         yield Row("forward", 128, "bfloat16", name, forward, (operands,))

@@ -36,7 +36,7 @@ def calls(backend) -> Iterator[tuple[tuple, AttentionSpec, Operands]]:
         q = jax.ShapeDtypeStruct((3, 2048, 8, head_dim), dtype)
         kv = jax.ShapeDtypeStruct((3, 2048, 4, head_dim), dtype)
         spec = AttentionSpec(scale=head_dim**-0.5, mask=Mask(right=0) if causal else Mask())
-        if backend.unsupported(describe(Operands(q, kv, kv), spec)) is None:
+        if backend.attention.refusal(describe(Operands(q, kv, kv), spec)) is None:
             yield (head_dim, dtype, "causal" if causal else "full"), spec, Operands(q, kv, kv)
     for name in (*MODIFIERS, *FIRST_ORDER):
         yield _of_case(CASES[name])
@@ -53,20 +53,20 @@ def tangent_rows(backend) -> Iterator[tuple]:
     """Yields (path, head dim, dtype, mask, function, arguments) of what a backend compiles."""
     for name, spec, operands in calls(backend):
         problem, given = describe(operands, spec), equations.apart(operands)[0]
-        blocks, moves = backend.blocks(problem, None), equations.moves_of(given)
+        blocks, moves = backend.attention.plan(problem), equations.moves_of(given)
         q, v = operands.q, operands.v
         o = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
         rows = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
         shift = rows if far_of(spec, q.dtype) else None
         for path, primal in PATHS.items():
             if primal is None:
-                if name[2] in FIRST_ORDER or not backend.pushes_backward(problem, moves, moves):
+                if name[2] in FIRST_ORDER or backend.jvp_of_vjp.refusal(problem, moves, moves):
                     continue
-                run = lambda *args, spec=spec: backend.push_backward(spec, *args)
+                run = lambda *args, spec=spec: backend.jvp_of_vjp.run(spec, *args)
                 both = Cotangents(rows, o, rows, shift), Cotangents(rows, o, rows)
                 arguments = operands, both[0], given, both[1]
-            elif backend.pushes(problem, blocks, moves, primal=primal):
-                run = lambda *args, spec=spec: backend.push(spec, *args)
+            elif not backend.jvp.refusal(problem, blocks, moves, primal=primal):
+                run = lambda *args, spec=spec: backend.jvp.run(spec, *args)
                 arguments = operands, given, None if primal else Outputs(o, rows, shift)
             else:
                 continue

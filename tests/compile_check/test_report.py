@@ -392,9 +392,9 @@ def test_registers_are_traded_where_the_blocks_think_so(tmp_path):
     q = jax.ShapeDtypeStruct((1, 512, 1, 128), jnp.bfloat16)
     operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
     backend = HopperBackend(trades_registers=True)
-    blocks = backend.blocks(describe(operands, spec), None)
+    blocks = backend.attention.plan(describe(operands, spec))
     with dump_to(tmp_path, find_tools()):
-        compile_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
+        compile_for(H200, lambda o: backend.attention.run(spec, blocks, o), operands)
     (kernel,) = report.take(tmp_path)
     assert (report.REGISTERS_IGNORED in kernel.remarks) != trades_registers()
 
@@ -421,8 +421,8 @@ def test_a_kernel_compiled_ahead_is_not_compiled_again(tmp_path, monkeypatch):
     q = jax.ShapeDtypeStruct((1, 1088, 1, 64), jnp.bfloat16)  # of no other test
     operands, spec = Operands(q, q, q, None), AttentionSpec(scale=1.0)
     backend = HopperBackend()
-    blocks = backend.blocks(describe(operands, spec), None)
-    program = lower_for(H200, lambda o: backend.forward(spec, blocks, o), operands)
+    blocks = backend.attention.plan(describe(operands, spec))
+    program = lower_for(H200, lambda o: backend.attention.run(spec, blocks, o), operands)
     ((digest, module),) = getattr(mosaic_gpu, jax_compat.KERNELS).items()
     names = lambda: [one.kernel for one in report.split((tmp_path / PRINTED).read_text())[0]]
     with dump_to(tmp_path, find_tools()):

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...core import padding, softmax
-from ...core.decode import DecodeOperands, DecodeProblem, DecodeSpec
 from ...core.problem import (
     AttentionSpec,
     Cotangents,
@@ -29,9 +28,8 @@ from ...core.problem import (
     Problem,
     describe,
 )
-from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...devices import capability_here, takes_first
-from ..base import NoSecondOrder, NoTangents
+from .. import base
 from . import empty_rows, residuals
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -68,7 +66,7 @@ _SPELLED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class CudnnBackend(NoTangents, NoSecondOrder):
+class CudnnBackend:
     """Backend that calls cuDNN through jax.nn.
 
     Attributes:
@@ -80,130 +78,43 @@ class CudnnBackend(NoTangents, NoSecondOrder):
     version: int | None = None
     name = "cudnn"
     partitionable = True
-    reads_output = True
-
-    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
-        """Returns None on compute capability 10.x without a bias; else why "auto" passes it over.
-
-        cuDNN's backward takes P from one float32 log-sum-exp: with a bias of -1e7 that has no
-        digits left for the scores, and gradients of rows that it hides whole are wrong.
-        """
-        if isinstance(problem, Problem) and problem.bias_shape is not None:
-            return (
-                "'auto' leaves a bias to others, as gradients lose digits next to numbers such as "
-                "-1e7: ask for it by name"
-            )
-        if self._preferred:
-            return None
-        return "'auto' takes it on compute capability 10.x alone: ask for it by name"
+    jvp = base.Refused("has no forward mode")
+    jvp_of_vjp = base.Refused("has no tangents of gradients")
+    decode = base.Refused("does not decode: jax.nn.dot_product_attention takes no cache")
+    ragged = base.Refused("reads no pages: jax.nn.dot_product_attention takes no cache")
 
     @property
-    def _preferred(self) -> bool:
+    def capability_there(self) -> str:
+        """Compute capability of the GPU."""
+        return self.capability or capability_here()
+
+    @property
+    def preferred(self) -> bool:
         """True on compute capability 10.x, where kernels of this package use mma.sync."""
-        return takes_first(self.capability or capability_here()) == self.name
+        return takes_first(self.capability_there) == self.name
 
     @property
     def note(self) -> str | None:
         """Name of what runs, with the installed version, and on 10.x why it is preferred."""
         installed = _version() if self.version is None else None
         number = "" if installed is None else f" {_spelled(installed)}"
-        why = ", as this package's kernels here use mma.sync" if self._preferred else ""
+        why = ", as this package's kernels here use mma.sync" if self.preferred else ""
         return f"cuDNN{number} through jax.nn.dot_product_attention{why}"
 
-    def unsupported(self, problem: Problem) -> str | None:
-        """Returns why cuDNN, or jax.nn, cannot run `problem` as promised here, or None."""
-        capability = self.capability or capability_here()
-        if reason := self._device_reason(capability):
-            return reason
-        reasons = (*_of_shapes(problem, capability), *_of_features(problem))
-        return next(iter((*reasons, *_of_masks(problem), *_of_bias(problem, capability))), None)
+    @property
+    def attention(self) -> CudnnAttention:
+        """cuDNN's forward."""
+        return CudnnAttention(self)
 
-    def blocks(self, problem: Problem, override: dict[str, Any] | None) -> None:
-        """Returns None, as cuDNN chooses by itself.
+    @property
+    def vjp(self) -> CudnnVjp:
+        """cuDNN's backward."""
+        return CudnnVjp(self)
 
-        Raises:
-            ValueError: the caller's tile sizes, which nothing would read.
-        """
-        if override:
-            raise ValueError(
-                f"blocks has fields {sorted(override)}: backend 'cudnn' has no tile sizes, as "
-                "cuDNN chooses its own; leave blocks out"
-            )
-
-    def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
-        """Returns no candidates: cuDNN chooses its tile sizes by itself."""
-        return {}
-
-    def forward(self, spec: AttentionSpec, blocks: None, operands: Operands) -> Outputs:
-        """Computes attention; a query without keys gets 0, where cuDNN gives a mean or a NaN."""
-        sees = empty_rows.seeing(spec, operands)
-        o, lse = residuals.forward(*_call(spec, _prepared(operands)))
-        lse_log2 = lse * softmax.LOG2E
-        if sees is not None:
-            lse_log2 = jnp.where(sees, lse_log2, softmax.EMPTY_ROW)
-        return Outputs(empty_rows.cleared(sees, o), lse_log2)
-
-    def backward(
-        self,
-        spec: AttentionSpec,
-        blocks: None,
-        operands: Operands,
-        cotangents: Cotangents,
-        wanted: frozenset[str],
-    ) -> Grads:
-        """Computes the gradients by cuDNN's backward: once, and once more for a dlse.
-
-        The weights of a query without keys are 0, as its log-sum-exp is EMPTY_ROW. cuDNN computes
-        the gradient of a bias whether it is wanted or not.
-        """
-        given = _prepared(operands)
-        attention, arrays = _call(spec, given)
-        lse = softmax.LN2 * cotangents.lse_log2
-        if cotangents.shift is not None:
-            lse += cotangents.shift * describe(operands, spec).unit
-        sees = empty_rows.seeing(spec, operands)
-        do = padding.cleared_queries(operands, empty_rows.cleared(sees, cotangents.do))
-        grads = residuals.backward(attention, arrays, (cotangents.o, lse), do)
-        if cotangents.dlse is not None:
-            seen = cotangents.lse_log2 < softmax.EMPTY_ROW / 2
-            dlse = jnp.where(seen, padding.cleared_rows(operands, cotangents.dlse), 0.0)
-            arrays, do = _of_lse(arrays, dlse)
-            dq, dk, _, *rest = residuals.backward(attention, arrays, (jnp.zeros_like(do), lse), do)
-            added = (dq, dk, None, *rest)
-            grads = [g if x is None else _sum(g, x) for g, x in zip(grads, added, strict=True)]
-        dq, dk, dv, *dbias = grads
-        bias = None
-        if "bias" in wanted:
-            bias = _of_shared(_visible(spec, dbias[0]), operands.bias)
-        # cuDNN need not write what lies beyond a length.
-        found: Any = padding.cleared(operands, Grads(dq, dk, dv, bias=bias))
-        return found
-
-    def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """Returns why cuDNN does not decode: jax.nn has no caches."""
-        return "does not decode: jax.nn.dot_product_attention takes no cache"
-
-    def decode_blocks(self, problem: DecodeProblem) -> None:
-        """Raises: nothing is decoded here."""
-        raise NotImplementedError(self.unsupported_decode(problem))
-
-    def decode(self, spec: DecodeSpec, blocks: None, operands: DecodeOperands) -> Outputs:
-        """Raises: nothing is decoded here."""
-        raise NotImplementedError("backend 'cudnn' does not decode")
-
-    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
-        """Returns why cuDNN does not: jax.nn has no caches."""
-        return "reads no pages: jax.nn.dot_product_attention takes no cache"
-
-    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
-        """Raises: no pages are read here."""
-        raise NotImplementedError(self.unsupported_ragged(problem))
-
-    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
-        """Raises: no pages are read here."""
-        raise NotImplementedError("backend 'cudnn' reads no pages")
-
-    def _device_reason(self, capability: str) -> str | None:
+    @property
+    def device_refusal(self) -> str | None:
+        """The reason why the GPU or the software there does not run cuDNN's attention, or None."""
+        capability = self.capability_there
         if self.capability is None and jax.default_backend() != "gpu":
             return (
                 "needs an NVIDIA GPU of compute capability 8.0 or above; "
@@ -227,6 +138,101 @@ class CudnnBackend(NoTangents, NoSecondOrder):
                 f"knows jax.nn.dot_product_attention of jax 0.11 and 0.12, not of {jax.__version__}"
             )
         return None
+
+
+class _Operation:
+    def __init__(self, backend: CudnnBackend):
+        self.backend = backend
+
+
+class CudnnAttention(_Operation, base.Attention):
+    """cuDNN's forward."""
+
+    def not_automatic(self, problem: Problem) -> str | None:
+        """Returns None on compute capability 10.x without a bias; else why "auto" passes it over.
+
+        cuDNN's backward takes P from one float32 log-sum-exp: with a bias of -1e7 that has no
+        digits left for the scores, and gradients of rows that it hides whole are wrong.
+        """
+        if problem.bias_shape is not None:
+            return (
+                "'auto' leaves a bias to others, as gradients lose digits next to numbers such as "
+                "-1e7: ask for it by name"
+            )
+        if self.backend.preferred:
+            return None
+        return "'auto' takes it on compute capability 10.x alone: ask for it by name"
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Returns why cuDNN, or jax.nn, cannot run `problem` as promised here, or None."""
+        if reason := self.backend.device_refusal:
+            return reason
+        capability = self.backend.capability_there
+        reasons = (*_of_shapes(problem, capability), *_of_features(problem))
+        return next(iter((*reasons, *_of_masks(problem), *_of_bias(problem, capability))), None)
+
+    def plan(self, problem: Problem, override: dict[str, Any] | None = None) -> None:
+        """Returns None, as cuDNN chooses by itself.
+
+        Raises:
+            ValueError: the caller's tile sizes, which nothing would read.
+        """
+        if override:
+            raise ValueError(
+                f"blocks has fields {sorted(override)}: backend 'cudnn' has no tile sizes, as "
+                "cuDNN chooses its own; leave blocks out"
+            )
+
+    def run(self, spec: AttentionSpec, blocks: None, operands: Operands) -> Outputs:
+        """Computes attention; a query without keys gets 0, where cuDNN gives a mean or a NaN."""
+        sees = empty_rows.seeing(spec, operands)
+        o, lse = residuals.forward(*_call(spec, _prepared(operands)))
+        lse_log2 = lse * softmax.LOG2E
+        if sees is not None:
+            lse_log2 = jnp.where(sees, lse_log2, softmax.EMPTY_ROW)
+        return Outputs(empty_rows.cleared(sees, o), lse_log2)
+
+
+class CudnnVjp(_Operation, base.Vjp):
+    """cuDNN's backward: once, and once more for a dlse."""
+
+    reads_output = True
+
+    def run(
+        self,
+        spec: AttentionSpec,
+        blocks: None,
+        operands: Operands,
+        cotangents: Cotangents,
+        wanted: frozenset[str],
+    ) -> Grads:
+        """Computes the gradients.
+
+        The weights of a query without keys are 0, as its log-sum-exp is EMPTY_ROW. cuDNN computes
+        the gradient of a bias whether it is wanted or not.
+        """
+        prepared = _prepared(operands)
+        attention, arrays = _call(spec, prepared)
+        lse = softmax.LN2 * cotangents.lse_log2
+        if cotangents.shift is not None:
+            lse += cotangents.shift * describe(operands, spec).unit
+        sees = empty_rows.seeing(spec, operands)
+        do = padding.cleared_queries(operands, empty_rows.cleared(sees, cotangents.do))
+        grads = residuals.backward(attention, arrays, (cotangents.o, lse), do)
+        if cotangents.dlse is not None:
+            seen = cotangents.lse_log2 < softmax.EMPTY_ROW / 2
+            dlse = jnp.where(seen, padding.cleared_rows(operands, cotangents.dlse), 0.0)
+            arrays, do = _of_lse(arrays, dlse)
+            dq, dk, _, *rest = residuals.backward(attention, arrays, (jnp.zeros_like(do), lse), do)
+            added = (dq, dk, None, *rest)
+            grads = [g if x is None else _sum(g, x) for g, x in zip(grads, added, strict=True)]
+        dq, dk, dv, *dbias = grads
+        bias = None
+        if "bias" in wanted:
+            bias = _of_shared(_visible(spec, dbias[0]), operands.bias)
+        # cuDNN need not write what lies beyond a length.
+        cleared: Any = padding.cleared(operands, Grads(dq, dk, dv, bias=bias))
+        return cleared
 
 
 def _of_shapes(problem: Problem, capability: str) -> Iterator[str]:

@@ -26,7 +26,7 @@ from ...core.problem import (
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
 from ...devices import capability_here, no_gpu, takes_first
-from ..base import decode_shared as decode_shared_by_two
+from .. import base
 from ..gpu import jax_compat
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
@@ -95,7 +95,6 @@ class HopperBackend:
     capability: str | None = None
     name = "hopper"
     note = None
-    reads_output = False
 
     @property
     def producer(self) -> bool:
@@ -116,13 +115,53 @@ class HopperBackend:
         """
         return not self.interpret
 
-    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
-        """Returns None: "auto" may take this backend for every call that it can run."""
-        return None
+    @property
+    def device_refusal(self) -> str | None:
+        """The reason why the GPU that is there runs none of the kernels, or None."""
+        return None if self.interpret else _device_reason(self.capability)
 
-    def unsupported(self, problem: Problem) -> str | None:
+    @property
+    def attention(self) -> HopperAttention:
+        """The forward kernels."""
+        return HopperAttention(self)
+
+    @property
+    def vjp(self) -> HopperVjp:
+        """The backward kernels."""
+        return HopperVjp(self)
+
+    @property
+    def jvp(self) -> HopperJvp:
+        """The tangent kernels."""
+        return HopperJvp(self)
+
+    @property
+    def jvp_of_vjp(self) -> HopperJvpOfVjp:
+        """The tangent kernel of the backward."""
+        return HopperJvpOfVjp(self)
+
+    @property
+    def decode(self) -> HopperDecode:
+        """The decode kernels."""
+        return HopperDecode(self)
+
+    @property
+    def ragged(self) -> HopperRagged:
+        """The ragged kernel for chunks of prompts, and the decode kernel for steps."""
+        return HopperRagged(self)
+
+
+class _Operation:
+    def __init__(self, backend: HopperBackend):
+        self.backend = backend
+
+
+class HopperAttention(_Operation, base.Attention):
+    """The forward kernels: dense, of wide heads, and the decode kernel where queries are few."""
+
+    def refusal(self, problem: Problem) -> str | None:
         """Returns why these kernels cannot run `problem` here, or None."""
-        if not self.interpret and (reason := _device_reason(self.capability)):
+        if reason := self.backend.device_refusal:
             return reason
         if problem.dtype not in DTYPES:
             return f"takes bfloat16, float16 and float32, not {problem.dtype}: cast q, k and v"
@@ -141,37 +180,36 @@ class HopperBackend:
             return reason
         return refusal(problem)
 
-    def blocks(self, problem: Problem, override: dict[str, Any] | None) -> HopperBlocks:
+    def plan(self, problem: Problem, override: dict[str, Any] | None = None) -> HopperBlocks:
         """Returns the tile sizes of the kernels that would run; see `choose_blocks`."""
-        return choose_blocks(problem, override, self.producer, self.sms)
+        return choose_blocks(problem, override, self.backend.producer, self.backend.sms)
 
     def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
         """Returns the tile sizes worth timing, by kernel; see `candidates`."""
-        return candidates(problem, self.producer, self.sms)
+        return candidates(problem, self.backend.producer, self.backend.sms)
 
-    def forward(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
+    def run(self, spec: AttentionSpec, blocks: HopperBlocks, operands: Operands) -> Outputs:
         """Computes attention; see core.problem.Outputs."""
-        problem = describe(operands, spec)
+        problem, interpret = describe(operands, spec), self.backend.interpret
         if isinstance(blocks.forward, WideBlocks):
-            return wide.forward(problem, blocks.forward, operands, self.interpret)
+            return wide.forward(problem, blocks.forward, operands, interpret)
         if blocks.forward.packed:
-            return forward_packed(problem, operands, self.sms, self.interpret)
+            return forward_packed(problem, operands, self.backend.sms, interpret)
         native = native_problem(problem)
-        matmuls = Matmuls(problem.dtype, self.interpret)
+        matmuls = Matmuls(problem.dtype, interpret)
         q, k = (matmuls.operand(x, native.head_dim) for x in (operands.q, operands.k))
         v = matmuls.operand(operands.v, native.v_head_dim, blocks.forward.block_kv)
-        out = forward(
-            native,
-            blocks.forward,
-            operands._replace(q=q, k=k, v=v),
-            self.sms,
-            self.interpret,
-        )
+        native_operands = operands._replace(q=q, k=k, v=v)
+        out = forward(native, blocks.forward, native_operands, self.backend.sms, interpret)
         o = matmuls.joined(out.o)[:, : problem.q_len, :, : problem.v_head_dim]
         rows = out._replace(o=None)
         return jax.tree.map(lambda x: x[:, :, : problem.q_len], rows)._replace(o=o)
 
-    def backward(
+
+class HopperVjp(_Operation, base.Vjp):
+    """The backward kernels; they sum dK and dV over each group of query heads."""
+
+    def run(
         self,
         spec: AttentionSpec,
         blocks: HopperBlocks,
@@ -179,117 +217,134 @@ class HopperBackend:
         cotangents: Cotangents,
         wanted: frozenset[str],
     ) -> Grads:
-        """Computes gradients; the kernels sum dK and dV over each group of query heads."""
-        problem, given = describe(operands, spec), (operands, cotangents, wanted)
+        """Computes gradients; `blocks` says by which kernels."""
+        problem, interpret = describe(operands, spec), self.backend.interpret
         if isinstance(blocks.backward, WideGradients):
-            how = self.producer, self.interpret
-            return wide.backward(problem, blocks.backward, *given, *how)
-        return backward(problem, blocks.backward, *given, self.interpret)
+            tiles, producer = blocks.backward, self.backend.producer
+            return wide.backward(problem, tiles, operands, cotangents, wanted, producer, interpret)
+        return backward(problem, blocks.backward, operands, cotangents, wanted, interpret)
 
-    def pushes(
+
+class HopperJvp(_Operation, base.Jvp):
+    """The tangent kernels of the forward: tangent/kernel.py."""
+
+    def refusal(
         self, problem: Problem, blocks: HopperBlocks, moves: frozenset[str], *, primal: bool
-    ) -> bool:
-        """Returns whether the tangent kernels run a problem; see Backend.pushes.
-
-        Where the decode kernels run the forward, tangents have a kernel of their own. Heads above
-        256 have none.
-        """
+    ) -> str | None:
+        """Returns why the tangent kernels do not run a problem, or None."""
         if isinstance(blocks.forward, WideBlocks):
-            return False
-        if primal and (blocks.forward.packed or problem.spec.max_logit):
-            return False
-        return tangent_launch.blocks_of(problem, moves, primal, self.producer) is not None
+            return "has no tangents of head dims above 256"
+        if primal and blocks.forward.packed:
+            return "computes this forward by the decode kernels, which have no tangents"
+        if primal and problem.spec.max_logit:
+            return "computes no tangents together with the largest logit"
+        tiles = tangent_launch.blocks_of(problem, moves, primal, self.backend.producer)
+        return None if tiles else "has no tiles for these tangents that fit into shared memory"
 
-    def push(
-        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
+    def run(
+        self, spec: AttentionSpec, operands: Operands, tangents: Operands, outputs: Outputs | None
     ) -> Tangents:
-        """Computes the tangents of O and of the log-sum-exp; see tangent/kernel.py."""
-        problem = describe(operands, spec)
-        return tangent_launch.push(problem, operands, given, found, self.producer, self.interpret)
+        """Computes the tangents of O and of the log-sum-exp."""
+        problem, producer = describe(operands, spec), self.backend.producer
+        interpret = self.backend.interpret
+        return tangent_launch.push(problem, operands, tangents, outputs, producer, interpret)
 
-    def pushes_backward(
+
+class HopperJvpOfVjp(_Operation, base.JvpOfVjp):
+    """The tangent kernel of the backward: backward/tangent/kernel.py."""
+
+    def refusal(
         self, problem: Problem, moves: frozenset[str], wanted: frozenset[str]
-    ) -> bool:
-        """Returns whether the tangent kernel of the backward runs a problem."""
-        if _is_wide(problem) or not moves | wanted <= {"q", "k", "v"}:
-            return False
-        return launches(problem) is not None
+    ) -> str | None:
+        """Returns why the tangent kernel of the backward does not run a problem, or None."""
+        if _is_wide(problem):
+            return "has no tangents of gradients for head dims above 256"
+        if others := sorted((moves | wanted) - {"q", "k", "v"}):
+            return f"has tangents of the gradients of q, k and v alone, not of {others}"
+        fits = launches(problem) is not None
+        return None if fits else "has no tiles for these tangents that fit into shared memory"
 
-    def push_backward(
+    def run(
         self,
         spec: AttentionSpec,
         operands: Operands,
         cotangents: Cotangents,
-        given: Operands,
-        moved: Cotangents,
+        tangents: Operands,
+        cotangents_tangents: Cotangents,
     ) -> Grads:
-        """Computes the tangents of the gradients of q, k, v; see backward/tangent/kernel.py."""
-        problem = describe(operands, spec)
-        return push_backward(problem, operands, cotangents, given, moved, self.interpret)
+        """Computes the tangents of the gradients of q, k and v."""
+        problem, moved = describe(operands, spec), cotangents_tangents
+        return push_backward(problem, operands, cotangents, tangents, moved, self.backend.interpret)
 
-    def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """Returns why the decode kernel cannot run `problem` here, or None."""
-        if not self.interpret and (reason := _device_reason(self.capability)):
+
+class HopperDecode(_Operation, base.Decode):
+    """The decode kernels: decode/kernel.py, and wide/latent.py for latent attention."""
+
+    def refusal(self, problem: DecodeProblem) -> str | None:
+        """Returns why the decode kernels cannot run `problem` here, or None."""
+        if reason := self.backend.device_refusal or unsupported_decode(problem):
             return reason
-        reason = unsupported_decode(problem)
-        trading = reason is None and trades(problem) and not takes_upright(problem)
-        trading = trading and not latent.takes(problem)
-        if trading and not (self.interpret or self.producer):
-            reason = (
+        trading = trades(problem) and not takes_upright(problem) and not latent.takes(problem)
+        if trading and not (self.backend.interpret or self.backend.producer):
+            return (
                 f"decodes head dims of v up to {2 * EVEN_COLUMNS} with jaxlib 0.12, whose compiler "
                 f"lets no warpgroups trade registers, not {problem.v_head_dim}, unless queries are "
                 "few: install jaxlib 0.11"
             )
-        return reason
+        return None
 
-    def decode_blocks(self, problem: DecodeProblem) -> DecodeBlocks | LatentBlocks:
+    def plan(self, problem: DecodeProblem) -> DecodeBlocks | LatentBlocks:
         """Returns the options and the number of splits; see decode/tiles.py and wide/latent.py."""
         if latent.takes(problem):
-            return latent.choose(problem, self.sms)
-        return choose_decode(problem, self.sms)
+            return latent.choose(problem, self.backend.sms)
+        return choose_decode(problem, self.backend.sms)
 
-    def decode(
+    def run(
         self, spec: DecodeSpec, blocks: DecodeBlocks | LatentBlocks, operands: DecodeOperands
     ) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
-        problem = describe_decode(operands, spec)
+        problem, interpret = describe_decode(operands, spec), self.backend.interpret
         if spec.shares_prefix:
             if takes_shared(problem):
-                found = decode_shared(spec, operands, self.sms, self.interpret)
-                if found is not None:
-                    return found[0]
-            return decode_shared_by_two(self, spec, operands)
+                results = decode_shared(spec, operands, self.backend.sms, interpret)
+                if results is not None:
+                    return results[0]
+            return self.run_shared(spec, operands)
         if isinstance(blocks, LatentBlocks):
-            return latent.decode(problem, blocks, operands, self.interpret)
-        return decode(problem, blocks, operands, self.interpret)
+            return latent.decode(problem, blocks, operands, interpret)
+        return decode(problem, blocks, operands, interpret)
 
-    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
+
+class HopperRagged(_Operation, base.Ragged):
+    """Steps by the decode kernel, chunks of prompts by the ragged kernel, or in jnp."""
+
+    def refusal(self, problem: RaggedProblem) -> str | None:
         """Returns why the decode kernel cannot run the steps of `problem` here, or None."""
-        return self.unsupported_decode(problem.steps)
+        return self.backend.decode.refusal(problem.steps)
 
-    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
+    def plan(self, problem: RaggedProblem) -> RaggedBlocks:
         """Returns the blocks of the decode kernel for steps, and those for chunks of prompts.
 
         Those that the ragged kernel does not take run in jnp.
         """
-        steps, chunks = self.decode_blocks(problem.steps), None
+        steps, chunks = self.backend.decode.plan(problem.steps), None
         if problem.has_chunks:
             if unsupported_chunks(problem):
                 return dataclasses.replace(xla_ragged.choose_blocks(problem), steps=steps)
-            chunks = choose_chunk_blocks(problem, self.sms, self.producer)
-        return RaggedBlocks(steps, chunks, self.name)
+            chunks = choose_chunk_blocks(problem, self.backend.sms, self.backend.producer)
+        return RaggedBlocks(steps, chunks, self.backend.name)
 
-    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
+    def run(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, chunks of prompts with the ragged one."""
-        how = {"num_sms": self.sms, "interpret": self.interpret}
-        steps = functools.partial(self.decode, spec.decode, blocks.steps)
+        sizes = {"num_sms": self.backend.sms, "interpret": self.backend.interpret}
+        steps = functools.partial(self.backend.decode.run, spec.decode, blocks.steps)
         if isinstance(blocks.chunks, ForwardBlocks):
-            found = None
+            results = None
             if spec.step_tokens == 1:
-                found = attend_packed(blocks, spec, operands, **how)
-            if found is not None:
-                return found
-            chunks = functools.partial(ragged_chunks, blocks.chunks, **how)
+                results = attend_packed(blocks, spec, operands, **sizes)
+            if results is not None:
+                return results
+            chunks = functools.partial(ragged_chunks, blocks.chunks, **sizes)
             return attend_ragged(steps, chunks, spec, operands, joined)
         chunks = functools.partial(xla_ragged.chunks, blocks.chunks)
         return attend_ragged(steps, chunks, spec, operands)

@@ -26,7 +26,7 @@ from ...core.problem import (
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
 from ...devices import GENERATIONS, capability_here, no_gpu
-from ..base import NoSecondOrder, decode_shared
+from .. import base
 from ..gpu.launch import refusal
 from ..xla import ragged as xla_ragged
 from . import tiling
@@ -39,14 +39,14 @@ from .backward.split.dq import dq
 from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE
 from .decode.kernel import decode
 from .forward.kernel import forward
-from .tangent.kernel import tangents
+from .tangent.kernel import tangents as push
 from .tiling import FusedSizes, PortableBlocks, PortableDecodeBlocks, choose_blocks
 
 NUM_SMS = 108  # of an A100, where the device does not say
 
 
 @dataclasses.dataclass(frozen=True)
-class PortableBackend(NoSecondOrder):
+class PortableBackend:
     """Backend of the kernels for compute capability 8.0 and above.
 
     Attributes:
@@ -60,20 +60,60 @@ class PortableBackend(NoSecondOrder):
     num_sms: int | None = None
     name = "portable"
     note = None
-    reads_output = False
+    jvp_of_vjp = base.Refused("has no tangents of gradients")
 
     @property
     def partitionable(self) -> bool:
         """False under the interpreter, whose callbacks the partitioner would drop."""
         return not self.interpret
 
-    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
-        """Returns None: "auto" may take this backend for every call that it can run."""
-        return None
+    @property
+    def capability_there(self) -> str:
+        """Compute capability that tile sizes are chosen for."""
+        return self.capability or capability_here()
 
-    def unsupported(self, problem: Problem) -> str | None:
+    @property
+    def device_refusal(self) -> str | None:
+        """The reason why the GPU that is there runs none of the kernels, or None."""
+        return None if self.interpret else _device_reason(self.capability)
+
+    @property
+    def attention(self) -> PortableAttention:
+        """The forward kernel."""
+        return PortableAttention(self)
+
+    @property
+    def vjp(self) -> PortableVjp:
+        """The backward kernels."""
+        return PortableVjp(self)
+
+    @property
+    def jvp(self) -> PortableJvp:
+        """The tangent kernel."""
+        return PortableJvp(self)
+
+    @property
+    def decode(self) -> PortableDecode:
+        """The decode kernel."""
+        return PortableDecode(self)
+
+    @property
+    def ragged(self) -> PortableRagged:
+        """The decode kernel for steps, jnp for chunks of prompts."""
+        return PortableRagged(self)
+
+
+class _Operation:
+    def __init__(self, backend: PortableBackend):
+        self.backend = backend
+
+
+class PortableAttention(_Operation, base.Attention):
+    """The forward kernel."""
+
+    def refusal(self, problem: Problem) -> str | None:
         """Returns why these kernels cannot run `problem` here, or None."""
-        if not self.interpret and (reason := _device_reason(self.capability)):
+        if reason := self.backend.device_refusal:
             return reason
         if problem.dtype not in DTYPES:
             return f"takes bfloat16 and float16, not {problem.dtype}: cast q, k and v"
@@ -82,21 +122,21 @@ class PortableBackend(NoSecondOrder):
             return f"takes head dims up to {tiles.WIDEST_SHARED}, not {widest}"
         return refusal(problem)
 
-    def blocks(self, problem: Problem, override: dict[str, Any] | None) -> PortableBlocks:
+    def plan(self, problem: Problem, override: dict[str, Any] | None = None) -> PortableBlocks:
         """Returns the tile sizes of the kernels that would run; see tiling.py."""
-        return choose_blocks(problem, override, self.capability or capability_here())
+        return choose_blocks(problem, override, self.backend.capability_there)
 
-    def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
-        """Returns no candidates: nobody has timed other tile sizes on a GPU yet."""
-        return {}
-
-    def forward(self, spec: AttentionSpec, blocks: PortableBlocks, operands: Operands) -> Outputs:
+    def run(self, spec: AttentionSpec, blocks: PortableBlocks, operands: Operands) -> Outputs:
         """Computes attention; see core.problem.Outputs."""
-        problem = describe(operands, spec)
-        out = forward(describe_padded(problem), blocks.forward, _padded(operands), self.interpret)
+        problem, interpret = describe(operands, spec), self.backend.interpret
+        out = forward(describe_padded(problem), blocks.forward, _padded(operands), interpret)
         return out._replace(o=out.o[..., : problem.v_head_dim])
 
-    def backward(
+
+class PortableVjp(_Operation, base.Vjp):
+    """The backward kernels."""
+
+    def run(
         self,
         spec: AttentionSpec,
         blocks: PortableBlocks,
@@ -105,84 +145,97 @@ class PortableBackend(NoSecondOrder):
         wanted: frozenset[str],
     ) -> Grads:
         """Computes the gradients; `blocks` says which kernels run."""
-        problem = describe(operands, spec)
+        problem, interpret = describe(operands, spec), self.backend.interpret
         do = padding.cleared_queries(operands, cotangents.do)
         cotangents = cotangents._replace(do=pad_axis(do, 3, _head_dim(problem.v_head_dim)))
         padded, operands = describe_padded(problem), _padded(operands)
         arrays = BackwardArrays.of(operands, cotangents)
-        given = operands, arrays, self.interpret
         tile = blocks.backward
         if isinstance(tile, FusedSizes):
-            of_q, dk, dv = fused(padded, tile, *given)
+            of_q, dk, dv = fused(padded, tile, operands, arrays, interpret)
         else:
-            dk, dv = dkv(padded, tile.dkv, *given)
-            of_q = dq(padded, tile.dq, *given)
+            dk, dv = dkv(padded, tile.dkv, operands, arrays, interpret)
+            of_q = dq(padded, tile.dq, operands, arrays, interpret)
         return Grads(
             of_q[..., : problem.head_dim],
             dk[..., : problem.head_dim],
             dv[..., : problem.v_head_dim],
-            **scores(padded, blocks.scores, operands, arrays, wanted, self.interpret),
+            **scores(padded, blocks.scores, operands, arrays, wanted, interpret),
         )
 
-    def pushes(self, problem: Problem, blocks: Any, moves: frozenset[str], *, primal: bool) -> bool:
-        """Returns whether `push` runs this problem: after the forward, where its tiles fit."""
-        return not primal and self._tangent_tile(describe_padded(problem)) is not None
 
-    def push(
-        self, spec: AttentionSpec, operands: Operands, given: Operands, found: Outputs | None
+class PortableJvp(_Operation, base.Jvp):
+    """The tangent kernel, which runs after the forward: tangent/kernel.py."""
+
+    def refusal(
+        self, problem: Problem, blocks: PortableBlocks, moves: frozenset[str], *, primal: bool
+    ) -> str | None:
+        """Returns why the tangent kernel does not run a problem, or None."""
+        if primal:
+            return "computes no tangents together with the forward"
+        tile = self._tile(describe_padded(problem))
+        return None if tile else "has no tiles for these tangents that fit into shared memory"
+
+    def run(
+        self, spec: AttentionSpec, operands: Operands, tangents: Operands, outputs: Outputs | None
     ) -> Tangents:
-        """Computes the tangents of O and of the log-sum-exp; see tangent/kernel.py."""
-        assert found is not None
+        """Computes the tangents of O and of the log-sum-exp."""
+        assert outputs is not None
         problem = describe(operands, spec)
-        padded, (operands, given) = (
-            describe_padded(problem),
-            (_padded(operands, x) for x in (operands, given)),
-        )
-        o = pad_axis(found.o, 3, padded.v_head_dim)
-        tile = self._tangent_tile(padded)
+        padded, padded_tangents = describe_padded(problem), _padded(operands, tangents)
+        operands, o = _padded(operands), pad_axis(outputs.o, 3, padded.v_head_dim)
+        tile, outputs = self._tile(padded), outputs._replace(o=o)
         assert tile is not None
-        result = tangents(padded, tile, operands, given, found._replace(o=o), self.interpret)
-        return result._replace(do=result.do[..., : problem.v_head_dim])
+        interpret = self.backend.interpret
+        moved = push(padded, tile, operands, padded_tangents, outputs, interpret)
+        return moved._replace(do=moved.do[..., : problem.v_head_dim])
 
-    def _tangent_tile(self, problem: Problem) -> tiling.TileSizes | None:
-        return tiling.choose_tangent(problem, self.capability or capability_here())
+    def _tile(self, problem: Problem) -> tiling.TileSizes | None:
+        return tiling.choose_tangent(problem, self.backend.capability_there)
 
-    def unsupported_decode(self, problem: DecodeProblem) -> str | None:
+
+class PortableDecode(_Operation, base.Decode):
+    """The decode kernel."""
+
+    def refusal(self, problem: DecodeProblem) -> str | None:
         """Returns why the decode kernel cannot run `problem` here, or None."""
-        if not self.interpret and (reason := _device_reason(self.capability)):
+        if reason := self.backend.device_refusal:
             return reason
-        return tiling.unsupported(problem, tiles.memory_of(self.capability or capability_here()))
+        return tiling.unsupported(problem, tiles.memory_of(self.backend.capability_there))
 
-    def decode_blocks(self, problem: DecodeProblem) -> PortableDecodeBlocks:
+    def plan(self, problem: DecodeProblem) -> PortableDecodeBlocks:
         """Chooses tile sizes and the number of splits; see tiling.py."""
-        num_sms = self.num_sms or _num_sms()
-        shared = tiles.memory_of(self.capability or capability_here())
-        return tiling.choose(problem, num_sms, shared)
+        num_sms = self.backend.num_sms or _num_sms()
+        return tiling.choose(problem, num_sms, tiles.memory_of(self.backend.capability_there))
 
-    def decode(
+    def run(
         self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         if spec.shares_prefix:
-            return decode_shared(self, spec, operands)
-        return decode(describe_decode(operands, spec), blocks, operands, self.interpret)
+            return self.run_shared(spec, operands)
+        return decode(describe_decode(operands, spec), blocks, operands, self.backend.interpret)
 
-    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
+
+class PortableRagged(_Operation, base.Ragged):
+    """Steps by the decode kernel, chunks of prompts in jnp."""
+
+    def refusal(self, problem: RaggedProblem) -> str | None:
         """Returns why the decode kernel cannot run the steps of `problem` here, or None."""
-        return self.unsupported_decode(problem.steps)
+        return self.backend.decode.refusal(problem.steps)
 
-    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
+    def plan(self, problem: RaggedProblem) -> RaggedBlocks:
         """Returns the blocks of the decode kernel for steps, and those of jnp for chunks."""
         chunks = xla_ragged.choose_chunks(problem)
         return RaggedBlocks(
-            steps=self.decode_blocks(problem.steps),
+            steps=self.backend.decode.plan(problem.steps),
             chunks=chunks,
-            chunks_on=self.name if chunks is None else "xla",
+            chunks_on=self.backend.name if chunks is None else "xla",
         )
 
-    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
+    def run(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, and chunks of prompts in jnp."""
-        steps = partial(self.decode, spec.decode, blocks.steps)
+        steps = partial(self.backend.decode.run, spec.decode, blocks.steps)
         return attend_ragged(steps, partial(xla_ragged.chunks, blocks.chunks), spec, operands)
 
 

@@ -24,7 +24,7 @@ from .tiles import Tiles
 
 
 def attention(spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
-    """Computes what `XlaBackend.forward` does, but for the shift, by which lse is relative to 0.
+    """Computes what `XlaAttention.run` does, but for the shift, by which lse is relative to 0.
 
     Args:
         spec: static parameters of the call; `max_logit` is ignored.

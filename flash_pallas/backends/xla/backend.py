@@ -29,7 +29,7 @@ from ...core.problem import (
 )
 from ...core.ragged import RaggedBlocks, RaggedOperands, RaggedProblem, RaggedSpec
 from ...core.ragged import attend as attend_ragged
-from ..base import NoSecondOrder, NoTangents, decode_shared
+from .. import base
 from . import decode, list_rows, online, ragged, unnamed
 from .decode import XlaDecodeBlocks
 from .grid import Grid, Steps, XlaBlocks
@@ -55,7 +55,7 @@ _GRADS = tuple(name for name in Grads._fields if name != "score_params")
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaBackend(NoTangents, NoSecondOrder):
+class XlaBackend:
     """The fallback that runs everywhere.
 
     Attributes:
@@ -65,18 +65,47 @@ class XlaBackend(NoTangents, NoSecondOrder):
     unasked: bool = False
     name = "xla"
     note = None
-    reads_output = False
     partitionable = True
+    jvp = base.Refused("has no forward mode but that of jnp")
+    jvp_of_vjp = base.Refused("has no tangents of gradients but those of jnp")
 
-    def not_automatic(self, problem: Problem | DecodeProblem | RaggedProblem) -> str | None:
-        """Returns None: "auto" may take this backend for every call that it can run."""
-        return None
+    @property
+    def attention(self) -> XlaAttention:
+        """The pass over the tiles that computes O."""
+        return XlaAttention(self)
 
-    def unsupported(self, problem: Problem) -> str | None:
-        """Returns None: it takes every problem."""
-        return None
+    @property
+    def vjp(self) -> XlaVjp:
+        """The pass over the tiles that computes gradients."""
+        return XlaVjp(self)
 
-    def blocks(self, problem: Problem, override: dict[str, Any] | None) -> XlaBlocks:
+    @property
+    def decode(self) -> XlaDecode:
+        """Attention to a cache, block by block."""
+        return XlaDecode(self)
+
+    @property
+    def ragged(self) -> XlaRagged:
+        """Attention over pages, block by block."""
+        return XlaRagged(self)
+
+    def warned(self, operands):
+        """Returns the operands; a program that reads them warns where it is lowered for a GPU."""
+        return operands._replace(q=unnamed.passed(operands.q)) if self.unasked else operands
+
+
+class _Operation:
+    def __init__(self, backend: XlaBackend):
+        self.backend = backend
+
+
+class XlaAttention(_Operation, base.Attention):
+    """Algorithm 1 over tiles, in jnp. It takes every problem."""
+
+    def refusal(self, problem: Problem) -> None:
+        """Returns None."""
+
+    def plan(self, problem: Problem, override: dict[str, Any] | None = None) -> XlaBlocks:
         """Returns the default tiles, no larger than the problem, with the caller's fields put in.
 
         Raises:
@@ -88,24 +117,24 @@ class XlaBackend(NoTangents, NoSecondOrder):
             raise ValueError(f"blocks has unknown fields {unknown}: backend 'xla' knows {names}")
         block_q, block_kv = problem.spec.block_shape or _tile(problem)
         fitted = XlaBlocks(min(block_q, problem.q_len), min(block_kv, problem.kv_len))
-        found = dataclasses.replace(fitted, **override)
-        if problem.spec.block_shape and found != fitted:
+        blocks = dataclasses.replace(fitted, **override)
+        if problem.spec.block_shape and blocks != fitted:
             raise ValueError(
                 f"blocks is {override}: tiles are the blocks of block_mask, {fitted}; leave blocks "
                 "out, or make a mask of other blocks"
             )
-        return found
+        return blocks
 
-    def candidates(self, problem: Problem) -> dict[str, list[dict[str, Any]]]:
-        """Returns no candidates: there is nothing to time, as one size serves."""
-        return {}
-
-    def forward(self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
+    def run(self, spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Outputs:
         """Computes attention; per-row scalars have the accumulation dtype (float64 for float64)."""
-        operands = padding.cleared(self._told(operands))
+        operands = padding.cleared(self.backend.warned(operands))
         return list_rows.forward(partial(_forward, spec, blocks), operands)
 
-    def backward(
+
+class XlaVjp(_Operation, base.Vjp):
+    """Algorithm 2 over tiles, in jnp."""
+
+    def run(
         self,
         spec: AttentionSpec,
         blocks: XlaBlocks,
@@ -118,46 +147,47 @@ class XlaBackend(NoTangents, NoSecondOrder):
         operands, do = padding.cleared(operands), padding.cleared_queries(operands, do)
         rows = Cotangents(lse_log2, do, delta, shift)
         call = partial(_backward, spec, blocks, wanted)
-        found = list_rows.backward(call, operands, rows)
+        sums = list_rows.backward(call, operands, rows)
         cast = lambda d, x: None if d is None else d.astype(x.dtype)
-        params = map(cast, found.score_params, operands.score_params)
-        grads = {name: cast(getattr(found, name), getattr(operands, name)) for name in _GRADS}
+        params = map(cast, sums.score_params, operands.score_params)
+        grads = {name: cast(getattr(sums, name), getattr(operands, name)) for name in _GRADS}
         return Grads(**grads, score_params=tuple(params))
 
-    def unsupported_decode(self, problem: DecodeProblem) -> str | None:
-        """Returns None: it takes every problem."""
-        return None
 
-    def decode_blocks(self, problem: DecodeProblem) -> XlaDecodeBlocks:
+class XlaDecode(_Operation, base.Decode):
+    """Attention to a cache, in jnp. It takes every problem."""
+
+    def refusal(self, problem: DecodeProblem) -> None:
+        """Returns None."""
+
+    def plan(self, problem: DecodeProblem) -> XlaDecodeBlocks:
         """Returns blocks of about decode.BLOCK keys, and one range unless the caller wants more."""
         return decode.choose_blocks(problem)
 
-    def decode(
-        self, spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands
-    ) -> Outputs:
-        """Computes attention to a cache; scalars and partial results as in `forward`."""
-        operands = self._told(operands)
+    def run(self, spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) -> Outputs:
+        """Computes attention to a cache; scalars and partial results as in `XlaAttention.run`."""
+        operands = self.backend.warned(operands)
         if spec.shares_prefix:
-            return decode_shared(self, spec, operands)
+            return self.run_shared(spec, operands)
         return decode.attend(spec, blocks, operands)
 
-    def unsupported_ragged(self, problem: RaggedProblem) -> str | None:
-        """Returns None: it takes every problem."""
-        return None
 
-    def ragged_blocks(self, problem: RaggedProblem) -> RaggedBlocks:
+class XlaRagged(_Operation, base.Ragged):
+    """Attention over pages, in jnp. It takes every problem."""
+
+    def refusal(self, problem: RaggedProblem) -> None:
+        """Returns None."""
+
+    def plan(self, problem: RaggedProblem) -> RaggedBlocks:
         """Returns blocks of keys as of decoding, and tiles of queries of chunks."""
         return ragged.choose_blocks(problem)
 
-    def ragged(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
-        """Computes ragged attention over pages; scalars as in `forward`."""
-        operands = self._told(operands)
-        steps = partial(self.decode, spec.decode, blocks.steps)
+    def run(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
+        """Computes ragged attention over pages; scalars as in `XlaAttention.run`."""
+        operands = self.backend.warned(operands)
+        steps = partial(self.backend.decode.run, spec.decode, blocks.steps)
         chunks = partial(ragged.chunks, blocks.chunks)
         return attend_ragged(steps, chunks, spec, operands)
-
-    def _told(self, operands):
-        return operands._replace(q=unnamed.passed(operands.q)) if self.unasked else operands
 
 
 def _tile(problem: Problem) -> tuple[int, int]:

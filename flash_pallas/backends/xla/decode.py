@@ -97,7 +97,7 @@ class Drafts(NamedTuple):
 
 
 def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) -> Outputs:
-    """Computes attention to a cache; see backends.base.Backend.decode."""
+    """Computes attention to a cache; see `Decode.run` of backends/base.py."""
     dtype, quantised = operands.q.dtype, operands.k.dtype != operands.q.dtype
     if quantised and dtype != jnp.float64:  # Keys and values become numbers of q's dtype.
         operands = operands._replace(q=operands.q.astype(jnp.float32))

@@ -36,13 +36,13 @@ def push(
     producer: bool,
     interpret: bool,
 ) -> Tangents:
-    """Computes what `Backend.push` does.
+    """Computes what `Jvp.run` does.
 
     Args:
         problem: the problem of the operands.
         operands: operands of the call.
         given: their tangents.
-        found: as of `Backend.push`.
+        found: `outputs` of `Jvp.run`.
         producer: a warpgroup of its own loads.
         interpret: run under the interpreter.
     """
