@@ -6,7 +6,8 @@ What is right comes from dense_reference.py in float64, which shares nothing wit
 how far a result may be from it, from rounding_bounds.py. Calls take turns on the backends, a
 quarter of them with jax_enable_x64; portable calls also take turns with the tiles of GPUs that
 have 163 and 99 KB of shared memory. `--backend xla` runs the draws where there is no GPU. A wrong
-call is repeated by `--first NUMBER --count 1` and the same seed and backends.
+call is repeated by `--first NUMBER --count 1` and the same seed and backends. The file has a digest
+of each call's kernels: `kernels` finds on a host without a GPU whether they have changed since.
 """
 
 from __future__ import annotations
@@ -27,15 +28,22 @@ import jax
 import numpy as np
 
 import flash_pallas as fp
+from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import PortableBackend
+from flash_pallas.coverage import digests
 from flash_pallas.frontend import dispatch
 
-from . import fuzz_attention, fuzz_serving, fuzzing, kernel_digest, rounding_bounds
+from . import fuzz_attention, fuzz_serving, fuzzing, rounding_bounds
 from .fuzz_attention import Call
 from .random_calls import Draw
 
 # GPUs whose tiles the portable kernels take turns with: that at hand, those of 163 and of 99 KB.
 TILES = (None, None, ("8.0", 108), ("8.9", 142))
+# The GPU that results are of, for a host that has none.
+H200 = {
+    "hopper": HopperBackend(capability="9.0", num_sms=132),
+    "portable": PortableBackend(capability="9.0", num_sms=132),
+}
 # Of 100 calls.
 SHARES = (
     (fuzz_attention.attention, 50),
@@ -69,6 +77,7 @@ class Outcome:
         call: what was drawn.
         why: the refusal, or what is wrong.
         errors: largest error of each result, in what is allowed.
+        kernels: digest of its kernels, as `coverage.digests.of` has it.
         broken: whether the process may not go on.
     """
 
@@ -81,12 +90,20 @@ class Outcome:
     call: str = ""
     why: str = ""
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernels: str = ""
     broken: bool = False
 
 
 def backend_of(number: int, backends: tuple[str, ...]) -> str:
     """Returns the backend of a call: they take turns."""
     return backends[number % len(backends)]
+
+
+def tiles_for(number: int, backends: tuple[str, ...]) -> tuple[str, int] | None:
+    """Returns the GPU (compute capability, number of SMs) whose tiles a call has; None: at hand."""
+    if backend_of(number, backends) != "portable":
+        return None
+    return TILES[number // len(backends) % len(TILES)]
 
 
 def drawn(seed: int, number: int, backend: str) -> Call:
@@ -113,14 +130,12 @@ def tiles_of(gpu: tuple[str, int] | None):
 def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:
     """Runs a call; prints a wrong result at once."""
     backend = backend_of(number, backends)
-    gpu = TILES[number // len(backends) % len(TILES)] if backend == "portable" else None
+    gpu = tiles_for(number, backends)
     found = Outcome(number, backend, gpu and gpu[0], "not drawn", x64=False)
     try:
         call = drawn(seed, number, backend)
         found = dataclasses.replace(found, function=call.function, x64=call.x64, call=call.text)
-        errors, wrong = compared(call, backend, gpu)
-        kind = "wrong" if wrong else "right"
-        found = dataclasses.replace(found, kind=kind, why="; ".join(wrong), errors=errors)
+        found = compared(found, call, gpu)
     except fp.UnsupportedByBackend as error:
         found = dataclasses.replace(found, kind="refused", why=str(error))
     except Exception as error:  # whatever it is: the call has failed, and the rest goes on
@@ -132,19 +147,36 @@ def attempt(seed: int, backends: tuple[str, ...], number: int) -> list[Outcome]:
     return [found]
 
 
-def compared(call: Call, backend: str, gpu) -> tuple[dict[str, float], list[str]]:
-    """Runs a call and compares; returns errors in what is allowed, and what is wrong."""
+def compared(outcome: Outcome, call: Call, gpu) -> Outcome:
+    """Runs a call and compares its results with what is right; returns the outcome with both."""
+    backend = outcome.backend
     with jax.enable_x64(call.x64), tiles_of(gpu):
-        found = jax.jit(call.program(backend))(call.arrays)
-        found = {name: np.asarray(x) for name, x in found.items()}
-    right = call.expected(backend != "xla")
-    if set(found) != set(right):
-        return {}, [f"has {sorted(found)}, not {sorted(right)}"]
-    errors, wrong = {}, []
+        lowered = jax.jit(call.program(backend)).lower(call.arrays)
+        results = lowered.compile()(call.arrays)
+        results = {name: np.asarray(x) for name, x in results.items()}
+    right, errors, wrong = call.expected(backend != "xla"), {}, []
+    if set(results) != set(right):
+        wrong.append(f"has {sorted(results)}, not {sorted(right)}")
+        right = {}
     for name, (exact, deviation) in right.items():
-        errors[name], said = difference(found[name], exact, deviation)
+        errors[name], said = difference(results[name], exact, deviation)
         wrong += [f"{name}: {each}" for each in said]
-    return errors, wrong
+    kind, why, kernels = "wrong" if wrong else "right", "; ".join(wrong), digests.of(lowered)
+    return dataclasses.replace(outcome, kind=kind, why=why, errors=errors, kernels=kernels)
+
+
+def kernels(seed: int, backends: tuple[str, ...], number: int) -> str:
+    """Returns `Outcome.kernels` of a call as it would be on an H200, which need not be there.
+
+    Raises:
+        UnsupportedByBackend: the call is refused.
+    """
+    backend, gpu = backend_of(number, backends), tiles_for(number, backends)
+    call = drawn(seed, number, backend)
+    there = mock.patch.dict(dispatch.BACKENDS, H200)
+    with there, jax.enable_x64(call.x64), tiles_of(gpu):
+        traced = jax.jit(call.program(backend)).trace(call.arrays)
+        return digests.of(traced.lower(lowering_platforms=("cuda",)))
 
 
 def difference(found, exact, deviation) -> tuple[float, list[str]]:
@@ -203,7 +235,6 @@ def summary(
     refused = collections.Counter(x.why.split(": ")[-1][:70] for x in outcomes if x.why)
     return {
         "device": jax.devices()[0].device_kind,
-        "kernels": kernel_digest.of_sources(),
         "by backend": by(lambda x: x.backend),
         "by function": by(lambda x: x.function),
         "by x64": by(lambda x: "x64" if x.x64 else "x32"),
@@ -211,6 +242,8 @@ def summary(
         "largest errors, of what is allowed": dict(sorted(worst.items())),
         "refused": dict(refused.most_common(8)) if refused else {},
         "wrong": wrong,
+        "backends": backends,
+        "kernels": {each.number: each.kernels for each in outcomes if each.kernels},
         "seconds": round(time.monotonic() - started),
     }
 
@@ -235,7 +268,8 @@ def main() -> int:
     found = fuzzing.run(
         functools.partial(attempt, *which), arguments, figures, functools.partial(late, *which)
     )
-    print(json.dumps({k: v for k, v in found.items() if k != "wrong"}, indent=2))
+    told = {k: v for k, v in found.items() if k not in ("wrong", "kernels")}
+    print(json.dumps(told, indent=2))
     return 1 if found["wrong"] else 0
 
 

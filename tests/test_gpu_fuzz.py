@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from flash_pallas.core import dropout
+from flash_pallas.coverage import digests
 
-from . import dense_reference, fuzzing, gpu_fuzz, kernel_digest, rounding_bounds
+from . import dense_reference, fuzzing, gpu_fuzz, rounding_bounds
 from .dense_reference import Dense
 from .rounding_bounds import Unit
 
@@ -232,15 +233,7 @@ def test_a_process_that_hangs_or_ends_is_replaced():
     assert found["outcomes"] == right and found["calls"] == 5
 
 
-def test_the_digest_sees_code_and_not_comments(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel_digest, "PACKAGE", tmp_path)
-    monkeypatch.setattr(kernel_digest, "ROOMS", ("core",))
-    (tmp_path / "core").mkdir()
-
-    def digest(text: str) -> str:
-        (tmp_path / "core" / "a.py").write_text(text)
-        return kernel_digest.of_sources.__wrapped__()
-
-    plain = digest("def f(x):\n    return x + 1\n")
-    assert digest('def f(x):\n    """Adds."""\n    return x + 1  # more\n') == plain
-    assert digest("def f(x):\n    return x + 2\n") != plain
+def test_a_host_without_a_gpu_knows_the_kernels_of_a_call():
+    numbers = 0, 1, 3
+    known = [gpu_fuzz.kernels(1, ("hopper", "portable"), n) for n in numbers]
+    assert len(set(known)) == len(numbers) and all(len(x) == digests.LENGTH for x in known)
