@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import flash_pallas as fp
+from flash_pallas.nn import RingCache
+from flash_pallas.nn._cached import New, attend
 
 from . import dense_reference, draft_masks, rounding_bounds
 from .dense_reference import Dense
@@ -523,3 +527,76 @@ def _of_caches(arrays, options, steps, kernels: bool):
         both = _results(problem(given, {}), given["q"], cache.arrays["k"], kernels)
         found |= {f"{name}{n}": x for name, x in both.items()}
     return found
+
+
+def rings(draw: Draw, backend: str, *, x64: bool) -> Call:
+    """Draws steps of a layer with a RingCache, with tokens that are taken back in between."""
+    batch, kv_heads = draw.between(1, 3), draw.between(1, 2)
+    heads, dtype = kv_heads * draw.one_of((1, 2, 4)), draw.one_of(("bfloat16", "float16"))
+    width = draw.one_of((64, 128, 16 * draw.between(1, 16)))
+    window, drafts = draw.one_of((1, 16, 20, 128, 300)), draw.one_of((0, 1, 4, 9))
+    make = functools.partial(RingCache.empty, batch, window, kv_heads, width, dtype, drafts=drafts)
+    room = jax.eval_shape(make).k.shape[1]
+    counts = [draw.between(1, 2 * room), *(draw.one_of((1, 1, 5, 40)) for _ in range(4))]
+    arrays = _sides(draw, batch, heads, "float32", ("sinks", "alibi_slopes"))
+    arrays = {name: x if x.ndim == 1 else x[0] for name, x in arrays.items()}
+    whole = {name: np.zeros((batch, sum(counts), kv_heads, width)) for name in "kv"}
+    lengths = longest = np.zeros(batch, np.int32)
+    steps = []
+    for n, tokens in enumerate(counts):
+        arrays[f"q{n}"] = normal(draw, (batch, tokens, heads, width), dtype)
+        added = draw.rng.integers(0, tokens + 1, batch) if draw.chance(0.5) else [tokens] * batch
+        for name in "kv":
+            arrays[f"{name}{n}"] = new = normal(draw, (batch, tokens, kv_heads, width), dtype)
+            for b in range(batch):
+                whole[name][b, lengths[b] : lengths[b] + added[b]] = new[b, : added[b]]
+        steps.append(({name: x.copy() for name, x in whole.items()}, lengths, added))
+        after = lengths + np.asarray(added)
+        longest = np.maximum(longest, after)  # from which tokens are taken back
+        lowest = np.where(longest > room, longest - (room - window), 0).clip(0, after)
+        lengths = after - draw.rng.integers(0, after - lowest + 1)
+        longest = np.where(lengths == 0, 0, longest)
+        arrays[f"new_lengths{n}"] = np.asarray(added, np.int32)
+        arrays[f"back{n}"] = (after - lengths).astype(np.int32)
+    softcap = draw.one_of((None, None, 20.0))
+    options = {"window": (window - 1, 0), "softcap": softcap}
+    expected = functools.partial(_of_rings, arrays, options, steps)
+    program = functools.partial(_ring_program, options, make, len(steps))
+    said = options | {"drafts": drafts}
+    return Call("RingCache", _text("RingCache", arrays, said), x64, arrays, program, expected)
+
+
+def _ring_program(options, make: Callable, steps: int, backend: str) -> Callable:
+    given = {"scale": None, "precision": None, "num_splits": "auto", "backend": backend}
+    layer = types.SimpleNamespace(**options, **given)
+
+    def call(arrays):
+        ring, results = make(), {}
+        sides = arrays.get("alibi_slopes"), arrays.get("sinks")
+        for n in range(steps):
+            qkv, new = (arrays[f"{name}{n}"] for name in "qkv"), New(arrays[f"new_lengths{n}"])
+            results[f"o{n}"], ring = attend(layer, ring, tuple(qkv), new, *sides)
+            ring = ring._replace(lengths=ring.lengths - arrays[f"back{n}"])
+        return results
+
+    return call
+
+
+def _of_rings(arrays, options, steps, kernels: bool):
+    """Computes every step against all tokens that were accepted; padding may be anything."""
+    results, sides = {}, {}
+    for name, field in (("alibi_slopes", "slopes"), ("sinks", "sinks")):
+        sides[field] = _of_batch(arrays.get(name), len(steps[0][1]))
+    for n, (whole, lengths, added) in enumerate(steps):
+        q = arrays[f"q{n}"]
+        tokens, width = q.shape[1], q.shape[3]
+        i = lengths[:, None] + np.arange(tokens)
+        j = np.tile(np.arange(whole["k"].shape[1]), (len(lengths), 1))
+        far = i[:, None, :, None] - j[:, None, None]
+        seen = (far >= 0) & (far <= options["window"][0])
+        qkv = exact_side(q), whole["k"], whole["v"]
+        d = Dense(*qkv, seen, width**-0.5, i, j, softcap=options["softcap"], **sides)
+        o, deviation = _results(d, q, arrays[f"k{n}"], kernels)["o"]
+        padding = np.arange(tokens) >= np.reshape(added, (-1, 1))
+        results[f"o{n}"] = o, np.where(padding[..., None, None], np.inf, deviation)
+    return results

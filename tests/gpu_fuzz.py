@@ -46,11 +46,12 @@ H200 = {
 }
 # Of 100 calls.
 SHARES = (
-    (fuzz_attention.attention, 50),
+    (fuzz_attention.attention, 48),
     (fuzz_attention.varlen, 12),
     (fuzz_serving.decode, 23),
     (fuzz_serving.ragged, 9),
-    (fuzz_serving.caches, 6),
+    (fuzz_serving.caches, 5),
+    (fuzz_serving.rings, 3),
 )
 X64 = 0.25
 # Of the processes. They share the GPU's memory, and all cores compile: a thread for the products of

@@ -20,6 +20,7 @@ from .test_gpu_results import check_digest
 PATH = Path(__file__).parent.parent / "benchmarks" / "results" / "gpu_fuzz.json"
 SAMPLE = 8
 FUNCTIONS = (
+    "RingCache",
     "append_kv",
     "dot_product_attention",
     "flash_attention",

@@ -60,7 +60,7 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
     Args:
         backend: the backend that runs it; static, as are `spec` and `blocks`.
         spec: static parameters of the call.
-        blocks: tile sizes, from `backend.blocks`.
+        blocks: tile sizes, from `backend.attention.plan`.
         operands: the arrays, see `Operands`.
 
     Returns:

@@ -620,8 +620,8 @@ def _packed_rows() -> Iterator[Row]:
     ):
         spec, backend = AttentionSpec(scale=0.1, mask=Mask(right=0)), HopperBackend()
         blocks = backend.attention.plan(describe(operands, spec))
-        forward = functools.partial(backend.forward, spec, blocks)
-        backward = functools.partial(backend.backward, spec, blocks, wanted=frozenset())
+        forward = functools.partial(backend.attention.run, spec, blocks)
+        backward = functools.partial(backend.vjp.run, spec, blocks, wanted=frozenset())
         yield Row("forward", 128, "bfloat16", name, forward, (operands,))
         arguments = operands, cotangents(spec, q, per_row)
         yield Row("backward", 128, "bfloat16", name, backward, arguments)
