@@ -284,3 +284,20 @@ def test_packed_lengths_are_known_as_in_a_call(array):
     ends, table = (array([0, 3, 8]), array([0, 20, 50])), array([[0, 1, 2], [3, 4, 5]])
     found = explain(flash_attn.flash_attn_varlen_func, x, pages, pages, *ends, block_table=table)
     assert found.problem.kv_len == 50
+
+
+@pytest.mark.parametrize(
+    ("gpu", "head_dim", "first", "second"),
+    [
+        ("H200", 64, "kernels", "kernels"),
+        ("H200", 512, *["blockwise jnp, as hopper has none for head dims above 256"] * 2),
+        ("A100", 64, "kernels", "blockwise jnp, as portable has none"),
+    ],
+)
+def test_why_jnp_computes_derivatives_beyond_the_gradient(gpu, head_dim, first, second):
+    x = jax.ShapeDtypeStruct((1, 512, 2, head_dim), jnp.bfloat16)
+    with fp.target(gpu):
+        call = explain(flash_attention, x, x, x, differentiable="any")
+    assert call.orders == (
+        f"tangents: {first}; Hessian-vector products: {second}; other orders: blockwise jnp"
+    )

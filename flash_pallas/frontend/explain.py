@@ -387,7 +387,11 @@ def _orders(chosen: Backend, problem: Problem, tile: Any) -> str:
         chosen.jvp.refusal(problem, tile, moves, primal=False),
         chosen.jvp_of_vjp.refusal(problem, qkv, qkv),
     )
-    first, second = ("blockwise jnp" if reason else "kernels" for reason in refusals)
+    if chosen.name == XlaBackend.name:
+        first = second = "blockwise jnp"
+    else:
+        why = lambda reason: f"blockwise jnp, as {chosen.name} {reason}"
+        first, second = (why(reason) if reason else "kernels" for reason in refusals)
     return f"tangents: {first}; Hessian-vector products: {second}; other orders: blockwise jnp"
 
 

@@ -233,13 +233,13 @@ class HopperJvp(_Operation, base.Jvp):
     ) -> str | None:
         """Returns why the tangent kernels do not run a problem, or None."""
         if isinstance(blocks.forward, WideBlocks):
-            return "has no tangents of head dims above 256"
+            return "has none for head dims above 256"
         if primal and blocks.forward.packed:
-            return "computes this forward by the decode kernels, which have no tangents"
+            return "computes this forward by the decode kernels, which have none"
         if primal and problem.spec.max_logit:
-            return "computes no tangents together with the largest logit"
+            return "computes none together with the largest logit"
         tiles = tangent_launch.blocks_of(problem, moves, primal, self.backend.producer)
-        return None if tiles else "has no tiles for these tangents that fit into shared memory"
+        return None if tiles else "has no tiles for them that fit into shared memory"
 
     def run(
         self, spec: AttentionSpec, operands: Operands, tangents: Operands, outputs: Outputs | None
@@ -258,11 +258,11 @@ class HopperJvpOfVjp(_Operation, base.JvpOfVjp):
     ) -> str | None:
         """Returns why the tangent kernel of the backward does not run a problem, or None."""
         if _is_wide(problem):
-            return "has no tangents of gradients for head dims above 256"
+            return "has none for head dims above 256"
         if others := sorted((moves | wanted) - {"q", "k", "v"}):
-            return f"has tangents of the gradients of q, k and v alone, not of {others}"
+            return f"has those of q, k and v alone, not of {', '.join(others)}"
         fits = launches(problem) is not None
-        return None if fits else "has no tiles for these tangents that fit into shared memory"
+        return None if fits else "has no tiles for them that fit into shared memory"
 
     def run(
         self,

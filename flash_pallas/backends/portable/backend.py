@@ -60,7 +60,7 @@ class PortableBackend:
     num_sms: int | None = None
     name = "portable"
     note = None
-    jvp_of_vjp = base.Refused("has no tangents of gradients")
+    jvp_of_vjp = base.Refused("has none")
 
     @property
     def partitionable(self) -> bool:
@@ -172,9 +172,9 @@ class PortableJvp(_Operation, base.Jvp):
     ) -> str | None:
         """Returns why the tangent kernel does not run a problem, or None."""
         if primal:
-            return "computes no tangents together with the forward"
+            return "computes none together with the forward"
         tile = self._tile(describe_padded(problem))
-        return None if tile else "has no tiles for these tangents that fit into shared memory"
+        return None if tile else "has no tiles for them that fit into shared memory"
 
     def run(
         self, spec: AttentionSpec, operands: Operands, tangents: Operands, outputs: Outputs | None
