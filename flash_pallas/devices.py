@@ -159,9 +159,9 @@ def no_gpu(needs: str) -> str | None:
     Args:
         needs: the compute capability that the backend needs.
     """
-    if (found := jax.default_backend()) == "gpu":
+    if (platform := jax.default_backend()) == "gpu":
         return None
-    return f"needs an NVIDIA GPU of compute capability {needs}; the default backend is {found}"
+    return f"needs an NVIDIA GPU of compute capability {needs}; the default backend is {platform}"
 
 
 def capability_here() -> str:

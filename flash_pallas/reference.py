@@ -192,8 +192,8 @@ class Modifiers:
         batch, heads = (1, 1) if self.broadcast_dropout else shape[:2]
         keys = dropout.call_keys(dropout.seed_words(self.dropout_seed), batch, heads)
         places = dataclasses.replace(self, q_positions=None, kv_positions=None)._positions(shape)
-        found = dropout.keep(keys[..., None, None], *places, self.dropout_rate)
-        return jnp.broadcast_to(found, shape)
+        keep = dropout.keep(keys[..., None, None], *places, self.dropout_rate)
+        return jnp.broadcast_to(keep, shape)
 
     def _positions(self, shape):
         """Returns the positions of queries and of keys, int32[B, 1, T, 1] and [B or 1, 1, 1, S]."""

@@ -159,12 +159,12 @@ class Trial:
         """
         blocks, gain, times = {}, {}, {}
         for kernel, programs in self.programs.items():
-            found = readings(programs)
-            best, ratio = fastest(found)
+            runtimes = readings(programs)
+            best, ratio = fastest(runtimes)
             gain[kernel] = round(ratio, 3)
             if best:
                 blocks[kernel] = programs[best].fields
-            medians = map(statistics.median, found)
+            medians = map(statistics.median, runtimes)
             times[kernel] = [(p.fields, ms) for p, ms in zip(programs, medians, strict=True)]
         tables.store(self.path, self.name, blocks, gain)
         dispatch.forget_tiles()
@@ -289,12 +289,12 @@ def readings(programs: list[Program]) -> list[list[float]]:
     """
     for program in programs:
         milliseconds(program)  # the first run loads the kernel
-    found: list[list[float]] = [[] for _ in programs]
+    runtimes: list[list[float]] = [[] for _ in programs]
     for turn in range(ROUNDS):
         first = turn % len(programs)
         for index in [*range(first, len(programs)), *range(first)]:
-            found[index].append(milliseconds(programs[index]))
-    return found
+            runtimes[index].append(milliseconds(programs[index]))
+    return runtimes
 
 
 def fastest(times: list[list[float]]) -> tuple[int, float]:

@@ -71,8 +71,10 @@ class Call:
         operands = self.operands
         if self.empty_rows == "zero" or operands.sinks is not None or not self._may_be_empty:
             return o
-        given = operands._replace(bias=None, mask=None, block_lists=None)
-        return mesh_axes.compiled_as_auto(_with_means, (given, o, lse), mesh_axes.spec_of(o))
+        without_pairwise = operands._replace(bias=None, mask=None, block_lists=None)
+        return mesh_axes.compiled_as_auto(
+            _with_means, (without_pairwise, o, lse), mesh_axes.spec_of(o)
+        )
 
     @property
     def _may_be_empty(self) -> bool:
@@ -208,8 +210,8 @@ def _positions(a: Arguments, sizes: checks.Sizes):
         )
         return index + (static if traced is None else traced[:, None])
 
-    given = q is not None or kv is not None
-    mask, first, last = checks.visible_keys(sides, of_queries, given, a.within, sizes)
+    has_positions = q is not None or kv is not None
+    mask, first, last = checks.visible_keys(sides, of_queries, has_positions, a.within, sizes)
     of_keys = lambda: jnp.arange(sizes.kv_len, dtype=jnp.int32)[None] if kv is None else kv
     vectors = {"q_positions": q, "kv_positions": kv, "q_first": first, "q_last": last}
     return mask, offsets, vectors, lambda: (of_queries(), of_keys())
@@ -296,8 +298,8 @@ def check_dtypes(q, k, v):
                 f"cast with {name}.astype(jnp.bfloat16)"
             )
     if len(set(dtypes.values())) > 1:
-        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"q, k and v must have one dtype, got {found}: cast them to the same")
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"q, k and v must have one dtype, got {listed}: cast them to the same")
 
 
 def check_shapes(q, k, v):
@@ -522,8 +524,8 @@ def unexpected(function: str, wrong: Collection[str], names: Collection[str]) ->
     listed = ", ".join(map(repr, sorted(wrong)))
     plural = "s" if len(wrong) > 1 else ""
     meant = {name: _meant(name, names) for name in sorted(wrong)}
-    found = dict.fromkeys(ours for group in meant.values() for ours in group)
-    hint = f"; did you mean {' and '.join(map(repr, found))}?" if found else ""
+    suggestions = dict.fromkeys(ours for group in meant.values() for ours in group)
+    hint = f"; did you mean {' and '.join(map(repr, suggestions))}?" if suggestions else ""
     notes = dict.fromkeys(filter(None, (_note(name, ours) for name, ours in meant.items())))
     note = f"{' ' if hint else ': '}{'; '.join(notes)}" if notes else ""
     return f"{function}() got an unexpected keyword argument{plural} {listed}{hint}{note}"
@@ -532,9 +534,9 @@ def unexpected(function: str, wrong: Collection[str], names: Collection[str]) ->
 def _meant(name: str, names: Collection[str]) -> list[str]:
     """Returns those of `names` that are synonyms of `name`, else the one most like it."""
     groups = [group.split() for group in SYNONYMS if name in group.split()]
-    found = [other for group in groups for other in group if other in names]
-    if found or groups or name in INSTEAD:
-        return found
+    synonyms = [other for group in groups for other in group if other in names]
+    if synonyms or groups or name in INSTEAD:
+        return synonyms
     return difflib.get_close_matches(name, names, 1)
 
 

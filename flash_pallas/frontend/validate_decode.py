@@ -237,10 +237,10 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
             f"sequences with one row for all KV heads or {k.shape[2]}, and at least one block"
         )
     others = ("q_offset", "window", "kv_starts", "alibi_slopes", "draft_mask")
-    if given := [name for name in others if getattr(a, name) is not None]:
+    if conflicts := [name for name in others if getattr(a, name) is not None]:
         raise ValueError(
-            f"kv_blocks is given and so is {given[0]}: it depends on the places of keys, of which "
-            "the chosen blocks keep only the order; leave it out, or choose blocks by it"
+            f"kv_blocks is given and so is {conflicts[0]}: it depends on the places of keys, of "
+            "which the chosen blocks keep only the order; leave it out, or choose blocks by it"
         )
     if q.shape[1] != 1:
         raise ValueError(
@@ -268,10 +268,10 @@ def shared_prefix(a: Any, sizes: checks.Sizes, page_size: int | None, tokens: st
             "out for a contiguous cache"
         )
     others = ("q_offset", "window", "kv_starts", "alibi_slopes", "kv_blocks")
-    if given := [name for name in others if getattr(a, name, None) is not None]:
+    if conflicts := [name for name in others if getattr(a, name, None) is not None]:
         raise ValueError(
-            f"shared_prefix is given and so is {given[0]}: what a query sees of a shared prefix "
-            "must not depend on its sequence; leave one of them out"
+            f"shared_prefix is given and so is {conflicts[0]}: what a query sees of a shared "
+            "prefix must not depend on its sequence; leave one of them out"
         )
     if tile_sequences(sizes.q_len) < 2:
         raise ValueError(

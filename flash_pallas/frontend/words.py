@@ -47,7 +47,7 @@ class Words(contextlib.ContextDecorator):
 
     def said(self, message: str) -> str:
         """Returns the message with the caller's names."""
-        return self._pattern.sub(lambda found: self.names.get(found[0], found[0]), message)
+        return self._pattern.sub(lambda match: self.names.get(match[0], match[0]), message)
 
 
 def _is_ours(trace) -> bool:
