@@ -282,7 +282,7 @@ def flash_attn_varlen_func(
     options: dict[str, Any] = {"deterministic": deterministic, **scores.options()}
     with WORDS:
         options |= _dropout(dropout_p, dropout_seed)
-        found: Any = flash_attention_varlen(
+        o: Any = flash_attention_varlen(
             q,
             k,
             v,
@@ -291,7 +291,7 @@ def flash_attn_varlen_func(
             alignment="end",
             **options,
         )
-    return found
+    return o
 
 
 class _KVCacheOptions(TypedDict, total=False):

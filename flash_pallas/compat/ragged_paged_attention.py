@@ -148,7 +148,7 @@ def _scales(pages, k_scale, v_scale) -> tuple[dict[str, Any], float]:
     Pages in eight bits are scaled as they are read. Of others the scales are factors of all scores
     and of all values.
     """
-    k, v = (_number(*given) for given in (("k_scale", k_scale), ("v_scale", v_scale)))
+    k, v = _number("k_scale", k_scale), _number("v_scale", v_scale)
     if pages.dtype.name not in QUANTISED:
         return {"factor": k}, v
     heads = pages.shape[2]

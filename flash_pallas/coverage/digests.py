@@ -43,14 +43,14 @@ def texts_of(lowered) -> Iterator[str]:
 
 
 def _serialised(module) -> list[bytes]:
-    found: list[bytes] = []
+    kernels: list[bytes] = []
 
     def visit(op: Any):
         attributes = op.attributes
         if op.name == "stablehlo.custom_call" and KERNEL in str(attributes["call_target_name"]):
             config = ir.DictAttr(attributes["mhlo.backend_config"])
-            found.append(ir.StringAttr(config["module"]).value_bytes)
+            kernels.append(ir.StringAttr(config["module"]).value_bytes)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
-    return found
+    return kernels

@@ -99,15 +99,15 @@ def _hooks(*models: str) -> list[Hook]:
             "no Flax model of transformers is imported yet: import its class first, or name the "
             'models, as in install("llama")'
         )
-    found = []
+    hooks = []
     for name in names:
         module = _CLIENT.imported(name)
         _CLIENT.named(module, _WEIGHTS)
         if vars(module).get("jnp") is not jnp:
             raise _CLIENT.differs(f"has a {name} without jnp")
-        found.append(Hook(module, _WEIGHTS, _weights))
-        found += [Hook(module, name, new) for name, new in _STEPS.items() if hasattr(module, name)]
-    return found
+        hooks.append(Hook(module, _WEIGHTS, _weights))
+        hooks += [Hook(module, name, new) for name, new in _STEPS.items() if hasattr(module, name)]
+    return hooks
 
 
 _PATCH = Patch(_hooks)
@@ -145,8 +145,8 @@ class _Structured:
 
     def __getitem__(self, index: Any) -> Any:
         """Returns leading queries and keys, as modules take of a mask for the longest input."""
-        whole = slice(None)
-        if isinstance(index, tuple) and len(index) == 4 and index[:2] == (whole, whole):
+        full_slice = slice(None)
+        if isinstance(index, tuple) and len(index) == 4 and index[:2] == (full_slice, full_slice):
             rows, columns = index[2:]
             leading = all(isinstance(x, slice) and not x.start and not x.step for x in index)
             if leading and self.visible.mask is None:
@@ -339,20 +339,20 @@ def _weights(
     """Returns what stands for the weights of Flax's function of these arguments."""
     # No model passes another one; `dtype` is of the softmax, which is never below float32.
     known = {"deterministic", "dtype", "precision"}
-    given = {name for name, x in options.items() if x is not None and x is not False}
-    if unknown := given - known:
+    in_use = {name for name, x in options.items() if x is not None and x is not False}
+    if unknown := in_use - known:
         raise NotImplementedError(f"{_WEIGHTS} got {', '.join(sorted(unknown))}, {_UNKNOWN}")
     visible = Visible()
     if isinstance(bias, _Structured):
         visible, bias = bias.visible, bias.bias
     if mask is not None:
         visible = visible & _visible_of(mask)
-    found = visible.options(query.shape[0], query.shape[1], key.shape[1])
-    found |= {"bias": bias, "precision": options.get("precision")}
+    keywords = visible.options(query.shape[0], query.shape[1], key.shape[1])
+    keywords |= {"bias": bias, "precision": options.get("precision")}
     if not options.get("deterministic") and dropout_rate > 0:
-        found |= {"dropout_rate": float(dropout_rate), "dropout_seed": dropout_rng}
-        found["broadcast_dropout"] = broadcast_dropout
-    return _Weights(query, key, found)
+        keywords |= {"dropout_rate": float(dropout_rate), "dropout_seed": dropout_rng}
+        keywords["broadcast_dropout"] = broadcast_dropout
+    return _Weights(query, key, keywords)
 
 
 def _einsum(subscripts: Any, first: Any, *rest: Any, **options: Any) -> Any:
@@ -367,12 +367,12 @@ def _einsum(subscripts: Any, first: Any, *rest: Any, **options: Any) -> Any:
     raise NotImplementedError(f"einsum({subscripts!r}) of attention weights, {_UNKNOWN}")
 
 
-def _with(module: Any, name: str, **others: Any) -> types.ModuleType:
+def _with(module: Any, name: str, **attributes: Any) -> types.ModuleType:
     """Returns a copy of a module with some other attributes."""
-    found = types.ModuleType(name)
-    found.__dict__.update(module.__dict__)
-    found.__dict__.update(others, __getattr__=lambda other: getattr(module, other))
-    return found
+    replaced = types.ModuleType(name)
+    replaced.__dict__.update(module.__dict__)
+    replaced.__dict__.update(attributes, __getattr__=lambda attribute: getattr(module, attribute))
+    return replaced
 
 
 _JNP = _with(
