@@ -566,10 +566,10 @@ def _quantised(x, scale, rows, dtype):
     # A scale of 0, as of a head whose largest number is 0, reads as 0 whatever is stored: not NaN.
     x = jnp.where(scale == 0, 0.0, jnp.asarray(x).astype(jnp.float32) / scale)
     if jnp.issubdtype(dtype, jnp.integer):
-        x, most = jnp.round(x), float(jnp.iinfo(dtype).max)
+        x, largest = jnp.round(x), float(jnp.iinfo(dtype).max)
     else:
-        most = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -most, most).astype(dtype)
+        largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)
 
 
 def _check_rotates(theta, k):
@@ -670,14 +670,14 @@ def _check_dtype(name: str, x, scale, cache: tuple[str, Any]):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     cache_name, dtype = cache
     way_out = f"cast with {name}.astype({cache_name}.dtype)"
-    wanted = x.dtype == dtype
+    fits = x.dtype == dtype
     if dtype.name in QUANTISED:
         argument = f"{name.removeprefix('new_')}_scale"
         way_out = f"pass {argument} to have floats divided by it and rounded"
         if scale is not None:
             way_out = f"leave {argument} out for what has been divided by it"
-            wanted = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype
-    if not wanted:
+            fits = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype
+    if not fits:
         raise TypeError(f"{name} has dtype {x.dtype} and the cache {dtype}: {way_out}")
 
 

@@ -96,10 +96,10 @@ class Verdict:
     allowed: float | None = None
 
     def __str__(self) -> str:
-        told = f"{self.case:<34} {self.verdict:<12}"
+        text = f"{self.case:<34} {self.verdict:<12}"
         if self.error is not None:
-            told += f" error {self.error:.2g}, allowed {self.allowed:.2g}"
-        return f"{told} {self.detail}".rstrip()
+            text += f" error {self.error:.2g}, allowed {self.allowed:.2g}"
+        return f"{text} {self.detail}".rstrip()
 
 
 # --- Cases ----------------------------------------------------------------------------------------
@@ -356,8 +356,8 @@ def _wide(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _oracle(q, k, v, **options):
-    whole = [x[None] if q.ndim == 3 else x for x in (q, k, v)]
-    results = reference.attention(*whole, rounded_logits=True, full_precision=True, **options)
+    batched = [x[None] if q.ndim == 3 else x for x in (q, k, v)]
+    results = reference.attention(*batched, rounded_logits=True, full_precision=True, **options)
     return results[0].reshape(q.shape)
 
 
@@ -395,14 +395,14 @@ def _seeing(sizes: Sizes, options) -> np.ndarray:
 
 def _without_rows(rows, tested, exact, plain, v) -> str:
     """Clears these rows [B, T] of three outputs, in place; returns what `tested` had in them."""
-    got = tested.astype(np.float64)[rows]
+    values = tested.astype(np.float64)[rows]
     mean = np.asarray(v, np.float64).mean(1)[np.nonzero(rows)[0]]
     contents = "something else"
-    if not got.any():
+    if not values.any():
         contents = "0"
-    elif got.shape == mean.shape and np.allclose(got, mean, atol=0.02):
+    elif values.shape == mean.shape and np.allclose(values, mean, atol=0.02):
         contents = "the mean of the values"
-    elif not np.isfinite(got).all():
+    elif not np.isfinite(values).all():
         contents = "NaN"
     for x in (tested, exact, plain):
         x[rows] = 0.0

@@ -295,8 +295,8 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
         folded = derivatives.fold_decode(size, is_batched[0], operands)
         blocks = backend.decode_blocks(decode.describe(folded, spec))
         out = _foldable(backend, spec, blocks)(folded)
-        apart = lambda x: x.reshape(size, -1, *x.shape[1:])
-        return jax.tree.map(apart, out), jax.tree.map(lambda _: True, out)
+        unfolded = lambda x: x.reshape(size, -1, *x.shape[1:])
+        return jax.tree.map(unfolded, out), jax.tree.map(lambda _: True, out)
 
     return call
 

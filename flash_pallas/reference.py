@@ -62,7 +62,7 @@ def attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if m.scale is None else m.scale
     scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
     keep = m.visible(scores.shape)
-    weights, lse, most = m.softmax(m.logits(scores, keep, rounded=rounded_logits), keep)
+    weights, lse, largest = m.softmax(m.logits(scores, keep, rounded=rounded_logits), keep)
     if m.dropout_rate:
         weights = jnp.where(m.kept(scores.shape), weights * dropout.gain(m.dropout_rate), 0.0)
     o = jnp.einsum("bnts,bsnh->btnh", weights, v, precision=lax.Precision.HIGHEST)
@@ -71,7 +71,7 @@ def attention(
         o = jnp.where(empty, mean, o)
     o = m.cleared_queries(o)
     o = o if full_precision else o.astype(dtype)
-    return (o, lse, most) if max_logit else (o, lse)
+    return (o, lse, largest) if max_logit else (o, lse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +166,9 @@ class Modifiers:
     def softmax(self, scores, keep):
         """Computes (weights, log-sum-exp, row max) of scores; sinks count in the first two."""
         keep = keep & (scores > -jnp.inf)
-        most = jnp.max(jnp.where(keep, scores, -jnp.inf), axis=-1, initial=-jnp.inf)
-        most = lax.stop_gradient(most)
-        shift = most
+        largest = jnp.max(jnp.where(keep, scores, -jnp.inf), axis=-1, initial=-jnp.inf)
+        largest = lax.stop_gradient(largest)
+        shift = largest
         if self.sinks is not None:
             sinks = self._per_head(self.sinks, scores)[..., 0]
             shift = jnp.maximum(shift, lax.stop_gradient(sinks))
@@ -185,7 +185,7 @@ class Modifiers:
         if self.q_lengths is not None:
             rows = _within(self.q_lengths, scores.shape[2])[:, None]
             lse = jnp.where(rows, lse, -jnp.inf)
-        return weights / divisor[..., None], lse, most
+        return weights / divisor[..., None], lse, largest
 
     def kept(self, shape):
         """Returns the dropout mask, bool[B, N, T, S], True for weights that are kept."""

@@ -251,8 +251,8 @@ def _backward(backend: Backend, call: Call, tiles, residuals):
 def _repetitions(call: Call, products: int) -> int:
     """Returns the number of calls in one reading."""
     p = call.problem
-    work = 2 * products * p.batch * p.q_heads * p.q_len * p.kv_len * p.head_dim
-    return min(max(math.ceil(TARGET_SECONDS * ASSUMED_FLOPS / work), 4), 200)
+    flops = 2 * products * p.batch * p.q_heads * p.q_len * p.kv_len * p.head_dim
+    return min(max(math.ceil(TARGET_SECONDS * ASSUMED_FLOPS / flops), 4), 200)
 
 
 def _repeated(step, x, count: int):
@@ -263,13 +263,13 @@ def _repeated(step, x, count: int):
     reads.
     """
     first = (0,) * x.ndim
-    one = (1,) * x.ndim
+    size = (1,) * x.ndim
 
     def body(x, _):
-        head = lax.dynamic_slice(x, first, one)
+        head = lax.dynamic_slice(x, first, size)
         for y in jax.tree.leaves(step(x)):
             element = lax.dynamic_slice(y, (0,) * y.ndim, (1,) * y.ndim)
-            head = head + 0 * element.reshape(one).astype(x.dtype)
+            head = head + 0 * element.reshape(size).astype(x.dtype)
         return lax.dynamic_update_slice(x, head, first), None
 
     return lax.scan(body, x, length=count)[0]

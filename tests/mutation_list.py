@@ -728,7 +728,7 @@ SHARED_AND_HOPPER = (
     Mutation("layers, ring not full", "nn/_cached.py", "jnp.where(place < first[:, None], -1, 0)",
              "jnp.where(place < first[:, None], 0, 0)",
              "test_nn_cache.py::test_token_by_token_is_one_forward[ring-window-nnx]"),
-    Mutation("layers, ring set back", "nn/_cached.py", "(back > spare)", "(back > spare + 1)",
+    Mutation("layers, ring set back", "nn/_cached.py", "(rewound > spare)", "(rewound > spare + 1)",
              "test_rewind.py::test_more_than_there_is_room_for_is_an_error_where_known[linen-2]"),
     Mutation("layers, ring that begins anew", "nn/_cached.py",
              "jnp.where(cache.lengths == 0, after, jnp.maximum(cache.written, after))",

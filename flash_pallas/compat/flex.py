@@ -352,17 +352,17 @@ def flex_attention(
         )
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     options = {"score_mod": score_mod, "scale": scale, "q_offset": 0, **_masking(block_mask, q, k)}
-    wanted = return_aux or AuxRequest(lse=return_lse)
+    request = return_aux or AuxRequest(lse=return_lse)
     with WORDS:
-        if wanted.max_scores:
+        if request.max_scores:
             o, *aux = flash_attention_with_max_logit(q, k, v, **options)
-        elif wanted.lse:
+        elif request.lse:
             o, *aux = (*flash_attention_with_lse(q, k, v, **options), None)
         else:
             o, aux = flash_attention(q, k, v, **options), (None, None)
     o = jnp.swapaxes(o, 1, 2)
     if return_aux is not None:
-        return o, AuxOutput(*(x if asked else None for x, asked in zip(aux, wanted, strict=True)))
+        return o, AuxOutput(*(x if asked else None for x, asked in zip(aux, request, strict=True)))
     return (o, aux[0]) if return_lse else o
 
 

@@ -112,7 +112,7 @@ def ragged_paged_attention(
             "sequences one after the other"
         )
     pages = _side_by_side(validate.as_array("kv_pages", kv_pages))
-    scales, after = _scales(pages, k_scale, v_scale)
+    scales, o_scale = _scales(pages, k_scale, v_scale)
     arguments = RaggedArguments(
         kv_lengths=kv_lens,
         page_table=page_indices,
@@ -127,7 +127,7 @@ def ragged_paged_attention(
     )
     with WORDS:
         o, _ = attended(*prepared(q, pages, None, arguments, "auto"))
-    return o if after == 1.0 else (o.astype(softmax.sum_dtype(o.dtype)) * after).astype(o.dtype)
+    return o if o_scale == 1.0 else (o.astype(softmax.sum_dtype(o.dtype)) * o_scale).astype(o.dtype)
 
 
 def _side_by_side(kv_pages):

@@ -392,7 +392,7 @@ def make_splash_mha(
     refuse("residual_checkpoint_name", residual_checkpoint_name, None, names)
     refuse("interpret", interpret, False, "leave it out, on a CPU the jnp version runs")
     if not isinstance(mask, (np.ndarray, jax.Array)):
-        options: dict[str, Any] = _options([_shown(each) for each in _masks(mask)])
+        options: dict[str, Any] = _options([_shown(head_mask) for head_mask in _masks(mask)])
     elif mask.ndim == 3:
         options = {"mask": jnp.asarray(mask)}
     else:
@@ -484,8 +484,8 @@ def _shown(mask) -> _Shown:
         a, b = _shown(mask.left), _shown(mask.right)
         join = operator.and_ if kind == "LogicalAnd" else operator.or_
         visible = lambda i, j: join(a.visible(i, j), b.visible(i, j))
-        whole = a.elementwise and b.elementwise
-        return _Shown((kind, a.key, b.key), join(a.band, b.band), visible, whole, shape)
+        elementwise = a.elementwise and b.elementwise
+        return _Shown((kind, a.key, b.key), join(a.band, b.band), visible, elementwise, shape)
     raise TypeError(
         f"mask is a {kind}, which is not known here: write it out, as in NumpyMask(mask[:, :])"
     )

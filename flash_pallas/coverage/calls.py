@@ -64,8 +64,8 @@ class Row:
         head, _, options = key.partition(": ")
         target, function, wanted, sizes, dtype = head.split(" ")
         head_dim, v_head_dim = map(int, sizes.split("/"))
-        named = () if options == "plain" else tuple(options.split(", "))
-        return cls(target, function, wanted, head_dim, v_head_dim, dtype, named)
+        names = () if options == "plain" else tuple(options.split(", "))
+        return cls(target, function, wanted, head_dim, v_head_dim, dtype, names)
 
     @property
     def cache_dtype(self) -> str:

@@ -140,9 +140,9 @@ def compared(row: Row, digest: str, computed, right: expected.Expected, arrays) 
     for name, exact in right.exact.items():
         if computed[name].shape != exact.shape:
             return Result(row.key, digest, WRONG, None, f"{name} has shape {computed[name].shape}")
-        apart = expected.sizes(expected.error(computed[name], exact))
+        errors = expected.sizes(expected.error(computed[name], exact))
         limits = right.allowed[name], right.allowed_rms[name]
-        for kind, size, limit in zip(("maximum", "root mean square"), apart, limits, strict=True):
+        for kind, size, limit in zip(("maximum", "root mean square"), errors, limits, strict=True):
             if not size <= worst * limit:
                 if not np.isfinite(size):
                     return Result(row.key, digest, WRONG, None, f"{name} is not finite")

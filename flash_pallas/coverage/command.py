@@ -111,11 +111,7 @@ def over(
     if not options.only:  # rows that are no more
         entries = {key: entries[key] for key in (row.key for row in wanted) if key in entries}
     about = run.provenance() | {"commit": commit()}
-    run.write(
-        options.out,
-        entries,
-        about | {"sources": sources if ran >= entries.keys() else None},
-    )
+    run.write(options.out, entries, about | {"sources": sources if ran >= entries.keys() else None})
     missing = sum(row.key not in entries for row in wanted)
     print(f"{len(entries)} rows: {run.counts(entries)}; {missing} of the list have not run yet")
     return entries
@@ -153,11 +149,13 @@ def older(path: Path, wanted: Sequence[Row], processes: int) -> list[str]:
     entries = run.read(path)
     right = [row for row in wanted if entries.get(row.key, [""])[-1] == RIGHT]
     missing = [f"{row.key}: has not run" for row in wanted if row not in set(right)]
-    apart = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(processes, apart) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, spawn) as pool:
         digests = list(pool.map(_digest, right, chunksize=8))
     changed = zip(right, digests, strict=True)
-    return missing + [f"{r.key}: {d}" for r, d in changed if d != entries[r.key][0]]
+    return missing + [
+        f"{row.key}: {digest}" for row, digest in changed if digest != entries[row.key][0]
+    ]
 
 
 def _digest(row: Row) -> str:

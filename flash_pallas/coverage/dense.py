@@ -107,16 +107,16 @@ def softmax(call: Dense, x: Arrays) -> Weights:
     capped = s
     if "strength" in x:
         s = s + x["strength"][:, None, None] * call.pattern * s * s
-    most = np.where(call.visible, s.real, -np.inf).max(-1)
+    largest = np.where(call.visible, s.real, -np.inf).max(-1)
     sinks = x["sinks"][None, :, None] if "sinks" in x else np.full((1, 1, 1), -np.inf)
-    most = np.maximum(most, sinks.real)
-    most = np.where(np.isfinite(most), most, 0.0)
-    p = np.where(call.visible, np.exp(s - most[..., None]), 0.0)
-    of_sinks = np.where(call.rows, np.exp(sinks - most), 0.0)
+    largest = np.maximum(largest, sinks.real)
+    largest = np.where(np.isfinite(largest), largest, 0.0)
+    p = np.where(call.visible, np.exp(s - largest[..., None]), 0.0)
+    of_sinks = np.where(call.rows, np.exp(sinks - largest), 0.0)
     total = p.sum(-1) + of_sinks
     empty = total == 0.0
     total = np.where(empty, 1.0, total)
-    lse = np.where(empty, -np.inf, most + np.log(total))
+    lse = np.where(empty, -np.inf, largest + np.log(total))
     return Weights(p / total[..., None], of_sinks / total, lse, capped)
 
 

@@ -78,12 +78,12 @@ def _logits(call: dense.Dense, x) -> np.ndarray:
     """Returns the largest sum of absolute values that is a score."""
     group = x["q"].shape[2] // x["k"].shape[2]
     k = np.repeat(np.abs(x["k"]), group, 2)
-    most = call.scale * np.einsum("btnh,bsnh->bnts", np.abs(x["q"]), k).max(initial=1.0)
+    largest = call.scale * np.einsum("btnh,bsnh->bnts", np.abs(x["q"]), k).max(initial=1.0)
     if "bias" in x:
-        most += np.abs(x["bias"]).max()
+        largest += np.abs(x["bias"]).max()
     if "alibi_slopes" in x:
-        most += x["alibi_slopes"].max() * call.distance.max()
-    return np.asarray((max(most, 1.0),) * 2)
+        largest += x["alibi_slopes"].max() * call.distance.max()
+    return np.asarray((max(largest, 1.0),) * 2)
 
 
 def _results(row: Row, call: dense.Dense, x, moves, rounded=dense.exactly) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def _attention(row: Row, arrays, places=None) -> tuple[dense.Dense, dict[str, An
         exists = places.q_ids >= 0
         seen &= (places.q_ids[:, None] == places.kv_ids) & exists[:, None]
         rows &= exists
-    apart = (j[:, None] - i[..., None])[:, None]
-    seen &= _band(row, arrays, apart)
+    difference = (j[:, None] - i[..., None])[:, None]
+    seen &= _band(row, arrays, difference)
     if "q_segment_ids" in arrays:
         q_ids, kv_ids = arrays["q_segment_ids"], arrays["kv_segment_ids"]
         seen &= ((q_ids[:, :, None] == kv_ids[:, None]) & (q_ids >= 0)[..., None])[:, None]
@@ -163,16 +163,16 @@ def _attention(row: Row, arrays, places=None) -> tuple[dense.Dense, dict[str, An
     return dense.Dense(H**-0.5, seen, rows, (i, j), named.get("softcap"), kept), x
 
 
-def _band(row: Row, arrays, apart):
+def _band(row: Row, arrays, difference):
     """Returns what causal and window show; `apart` is the distance from a query to a key."""
-    seen = np.ones_like(apart, bool)
+    seen = np.ones_like(difference, bool)
     if calls.static(row).get("causal"):
-        seen &= apart <= 0
+        seen &= difference <= 0
     if "window" in row.options:
-        seen &= (apart >= -calls.WINDOW[0]) & (apart <= calls.WINDOW[1])
+        seen &= (difference >= -calls.WINDOW[0]) & (difference <= calls.WINDOW[1])
     if "window_left" in arrays:
-        seen &= apart >= -arrays["window_left"][:, None, None, None]
-        seen &= apart <= calls.WINDOW[1]
+        seen &= difference >= -arrays["window_left"][:, None, None, None]
+        seen &= difference <= calls.WINDOW[1]
     return seen
 
 

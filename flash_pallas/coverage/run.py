@@ -218,8 +218,8 @@ def mend(path: Path) -> None:
     """Cuts off a line in the middle of which a run has ended."""
     with lines_of(path).open("a+") as lines:
         lines.seek(0)
-        whole = lines.read().rfind("\n") + 1
-        lines.truncate(whole)
+        end = lines.read().rfind("\n") + 1
+        lines.truncate(end)
 
 
 def _entry(line: dict[str, Any]) -> list[Any]:
@@ -238,8 +238,8 @@ def write(path: Path, entries: dict[str, list[Any]], about: dict[str, Any]) -> N
 def counts(entries: dict[str, list[Any]]) -> str:
     """Returns how many rows are right, wrong, hang and fail."""
     verdicts = [entry[-1] for entry in entries.values()]
-    named = (RIGHT, WRONG, HANGS, FAILS)
-    return ", ".join(f"{verdicts.count(name)} {name}" for name in named)
+    names = (RIGHT, WRONG, HANGS, FAILS)
+    return ", ".join(f"{verdicts.count(name)} {name}" for name in names)
 
 
 def prepare() -> None:

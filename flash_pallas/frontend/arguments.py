@@ -629,8 +629,8 @@ def as_int32(name: str, value) -> jax.Array:
         raise TypeError(
             f"{name} has dtype {value.dtype}: it must be int32; cast with {name}.astype(jnp.int32)"
         )
-    own = jnp.iinfo(value.dtype)
-    if INT32.min <= own.min and own.max <= INT32.max:
+    limits = jnp.iinfo(value.dtype)
+    if INT32.min <= limits.min and limits.max <= INT32.max:
         return jnp.asarray(value).astype(jnp.int32)
     if is_known(value):
         host = known(value)
@@ -639,7 +639,7 @@ def as_int32(name: str, value) -> jax.Array:
             _refuse_wide(f"{name} contains", int(host.max()))
         return jnp.asarray(host.astype(np.int32))
     value = jnp.asarray(value)
-    low, high = (np.asarray(x, value.dtype) for x in (max(own.min, INT32.min), INT32.max))
+    low, high = (np.asarray(x, value.dtype) for x in (max(limits.min, INT32.min), INT32.max))
     return lax.clamp(low, value, high).astype(jnp.int32)
 
 
@@ -665,10 +665,10 @@ def known(value) -> np.ndarray:
     return np.asarray(jax.device_get(value))
 
 
-def _refuse_wide(what: str, value: int):
+def _refuse_wide(subject: str, value: int):
     if not INT32.min <= value <= INT32.max:
         raise ValueError(
-            f"{what} {value}: integers must fit int32, from -2**31 to 2**31 - 1; number segment "
+            f"{subject} {value}: integers must fit int32, from -2**31 to 2**31 - 1; number segment "
             "ids from 0, and clip lengths and positions to the arrays"
         )
 

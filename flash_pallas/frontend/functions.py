@@ -67,11 +67,12 @@ def marks(traced: mods.Traced) -> dict[str, Any]:
     Raises:
         ValueError: there are more than two of queries, or of keys.
     """
-    for side, of in enumerate(("i, the query", "j, the key")):
+    for side, index_name in enumerate(("i, the query", "j, the key")):
         if (count := traced.mod.vectors.count(side)) > len(scores.MARKS[side]):
             raise ValueError(
-                f"mask_mod looks up {count} values by {of}: at most {len(scores.MARKS[side])}; "
-                "combine them into one array before the call, as in array = 2 * ids + flags"
+                f"mask_mod looks up {count} values by {index_name}: at most "
+                f"{len(scores.MARKS[side])}; combine them into one array before the call, as in "
+                "array = 2 * ids + flags"
             )
     return dict(zip(scores.marks(traced.mod), traced.vectors, strict=True))
 
@@ -133,8 +134,8 @@ def _with_block_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes) -> m
     """Returns the mask_mod of a call, joined with that of its block mask, each if there is one."""
     if a.block_mask is None or a.block_mask.traced is None:
         return traced
-    own = _of_call(a.block_mask.traced, sizes)
-    return own if traced is None else mods.joined(operator.and_, own, traced)
+    of_blocks = _of_call(a.block_mask.traced, sizes)
+    return of_blocks if traced is None else mods.joined(operator.and_, of_blocks, traced)
 
 
 def _is_zero(x) -> bool:

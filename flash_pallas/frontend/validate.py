@@ -59,8 +59,8 @@ class Call:
         within = padding.queries_within(self.operands)
         if within is not None:
             lse = jnp.where(within[:, None], lse, -jnp.inf)
-        most = jnp.full_like(lse, -jnp.inf) if self.spec.max_logit else None
-        return self.unfold(o, lse, most)
+        max_logit = jnp.full_like(lse, -jnp.inf) if self.spec.max_logit else None
+        return self.unfold(o, lse, max_logit)
 
     def with_empty_rows(self, o, lse):
         """Returns o [B, T, N, Hv] with the mean of all values in rows that see no key, if asked to.
@@ -80,8 +80,8 @@ class Call:
     def _may_be_empty(self) -> bool:
         """False if it is known that every query sees a key."""
         problem, spec = self.problem, self.spec
-        hides = {"bias", "mask", "kv_lengths", "block_lists"} & problem.features
-        if hides or spec.mask_mod or problem.hides_by_arrays:
+        hiding = {"bias", "mask", "kv_lengths", "block_lists"} & problem.features
+        if hiding or spec.mask_mod or problem.hides_by_arrays:
             return True
         if problem.traced_offset:
             return not spec.mask.is_trivial
@@ -163,7 +163,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     )
     q_lengths = checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes)
     first, last = checks.without_padding(vectors["q_first"], vectors["q_last"], q_lengths)
-    hide = first is not None or last is not None
+    has_bounds = first is not None or last is not None
     return spec, operands._replace(
         q_offset=traced_offset,
         q_lengths=q_lengths,
@@ -173,7 +173,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         q_first=first,
         q_last=last,
         q_positions=vectors["q_positions"] if reads else None,
-        kv_positions=vectors["kv_positions"] if reads or hide else None,
+        kv_positions=vectors["kv_positions"] if reads or has_bounds else None,
         bias=checks.bias(a.bias, sizes),
         mask=checks.mask(a.mask, sizes, a.block_mask),
         alibi_slopes=slopes,
@@ -547,8 +547,8 @@ def _note(name: str, meant: list[str]) -> str | None:
     if name in INSTEAD:
         return INSTEAD[name]
     ours = [group.split()[0] for group in SYNONYMS if name in group.split()]
-    has = [each for each in ours if each in _OPTIONS]
-    return f"flash_attention has {' and '.join(map(repr, has))}" if has else None
+    options = [option for option in ours if option in _OPTIONS]
+    return f"flash_attention has {' and '.join(map(repr, options))}" if options else None
 
 
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(Arguments))
@@ -588,11 +588,11 @@ def same_arguments[**P](original: Callable[P, Any]) -> _SameArguments[P]:
 
     Both at run time and to type checkers and editors, which show every name, type and default.
     """
-    whole = inspect.signature(original)
+    signature = inspect.signature(original)
 
     def decorate[R](function: Callable[..., R], /) -> Callable[P, R]:
         returns = inspect.signature(function).return_annotation
-        return _with_signature(whole.replace(return_annotation=returns), function)
+        return _with_signature(signature.replace(return_annotation=returns), function)
 
     return decorate
 

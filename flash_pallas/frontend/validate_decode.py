@@ -179,8 +179,8 @@ def _check_shapes(q, k, v, paged: bool):
             f"k and v are {cache}; add a missing axis, as in q[:, None], or map with jax.vmap"
         )
     if k.shape[0] != v.shape[0] or (not paged and k.shape[0] != q.shape[0]):
-        of = "pages of k and v" if paged else "batch sizes of q, k and v"
-        raise ValueError(f"the {of} differ ({shapes}): they must be the same")
+        counts = "pages of k and v" if paged else "batch sizes of q, k and v"
+        raise ValueError(f"the {counts} differ ({shapes}): they must be the same")
     if not 1 <= q.shape[1] <= MAX_TOKENS:
         raise ValueError(
             f"q has {q.shape[1]} tokens: it must be 1 to {MAX_TOKENS}; for more use "
@@ -294,18 +294,18 @@ def _draft_mask(a: DecodeArguments, sizes: checks.Sizes):
             "sees the new token of the column; cast a mask of 0 and 1 with draft_mask.astype(bool)"
         )
     tokens = (sizes.q_len,) * 2
-    whole = (*sizes.batch_shape, *tokens)
-    if value.shape not in (tokens, whole):
+    full = (*sizes.batch_shape, *tokens)
+    if value.shape not in (tokens, full):
         raise ValueError(
             f"draft_mask has shape {value.shape}: it must be one row and one column for each new "
-            f"token of q, {tokens}, or one such mask per sequence, {whole}"
+            f"token of q, {tokens}, or one such mask per sequence, {full}"
         )
     if a.q_offset is not None:
         raise ValueError(
             "draft_mask is given and so is q_offset: with a draft mask the last query is the last "
             "key; leave q_offset out, and count the new tokens in kv_lengths"
         )
-    return jnp.broadcast_to(value, whole)
+    return jnp.broadcast_to(value, full)
 
 
 def _block_size(value, length: int, page_size: int | None) -> int:
@@ -351,5 +351,5 @@ def _offset(value, sizes: checks.Sizes):
     """Returns int32[B]: the position of the first query; None if the last query is the last key."""
     if value is None:
         return None
-    known, traced = checks.offset(value, sizes)
-    return jnp.full((sizes.batch,), known, jnp.int32) if traced is None else traced
+    static, traced = checks.offset(value, sizes)
+    return jnp.full((sizes.batch,), static, jnp.int32) if traced is None else traced

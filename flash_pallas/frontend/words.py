@@ -34,8 +34,10 @@ class Words(contextlib.ContextDecorator):
     def __init__(self, names: dict[str, str]):
         self.names = names
         longest_first = sorted(names, key=len, reverse=True)
-        ways = (re.escape(x) + (AN_ARGUMENT if x in PROSE else r"(?!\w)") for x in longest_first)
-        self._pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(ways)})|{VALUES}")
+        patterns = (
+            re.escape(x) + (AN_ARGUMENT if x in PROSE else r"(?!\w)") for x in longest_first
+        )
+        self._pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(patterns)})|{VALUES}")
 
     def __enter__(self) -> Words:
         return self

@@ -61,10 +61,10 @@ class Client(NamedTuple):
         attribute = vars(owner).get(name)
         if attribute is None:
             raise self.differs(f"has no {path}.{name}")
-        has = tuple(inspect.signature(attribute).parameters) if parameters else ()
-        if has != parameters:
+        actual = tuple(inspect.signature(attribute).parameters) if parameters else ()
+        if actual != parameters:
             raise self.differs(
-                f"has {path}.{name}({', '.join(has)}), not ({', '.join(parameters)})"
+                f"has {path}.{name}({', '.join(actual)}), not ({', '.join(parameters)})"
             )
         return attribute
 

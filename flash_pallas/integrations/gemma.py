@@ -273,11 +273,11 @@ def _call_4(module: Any, known: _Known) -> Callable:
             if cache is not None:
                 k, v, positions = _in_ring(cache, k, v, segment_pos)
         seen = _Seen(known, attn_mask, segment_pos, positions)
-        out = _attend(self, module.AttentionType, (q, k, v), seen, 1.0)
+        o = _attend(self, module.AttentionType, (q, k, v), seen, 1.0)
         new = {"v": v, "k": k}
         if cache is not None:
             new |= {"end_index": cache["end_index"] + x.shape[1], "positions": positions}
-        return new, out
+        return new, o
 
     return __call__
 

@@ -354,14 +354,14 @@ def _check_fits(cache, k, v, new: New) -> None:
 
 def _whole(x, scale, page_table, dtype):
     """Returns [B, S, K, H] in this dtype: a copy, unless x is contiguous and has it."""
-    spans = x.shape[1]
+    page_size = x.shape[1]
     if scale is not None:
         scale = jnp.asarray(scale, jnp.float32)
         scale = jnp.broadcast_to(scale, (len(x), x.shape[2]))[:, None, :, None]
     if page_table is not None:
         x = gather_pages(x, page_table)
         if scale is not None:
-            scale = mesh_axes.repeated(gather_pages(scale, page_table), spans, axis=1)
+            scale = mesh_axes.repeated(gather_pages(scale, page_table), page_size, axis=1)
     if scale is not None:
         x = x.astype(jnp.float32) * scale
     return x.astype(dtype)
@@ -431,13 +431,13 @@ def _check_rewind(cache: RingCache, spare: int) -> None:
     lengths, written = known(cache.lengths), known(written)
     if lengths.min(initial=0) < 0:
         raise ValueError(f"cache.lengths is {lengths}: lengths must be at least 0")
-    back, room = written - lengths, cache.k.shape[1]
-    for b in np.flatnonzero((back > spare) & (written > room) & (lengths > 0))[:1]:
+    rewound, room = written - lengths, cache.k.shape[1]
+    for b in np.flatnonzero((rewound > spare) & (written > room) & (lengths > 0))[:1]:
         raise ValueError(
-            f"cache.lengths[{b}] is {lengths[b]}, set back by {back[b]} tokens: it must be at most "
-            f"{spare}, the rows that this ring of {room} has beyond the window, as older keys that "
-            "the window needs have been overwritten; make the ring with "
-            f"RingCache.empty(..., drafts={back[b]}), or set the length to 0 and begin anew"
+            f"cache.lengths[{b}] is {lengths[b]}, set back by {rewound[b]} tokens: it must be at "
+            f"most {spare}, the rows that this ring of {room} has beyond the window, as older keys "
+            "that the window needs have been overwritten; make the ring with "
+            f"RingCache.empty(..., drafts={rewound[b]}), or set the length to 0 and begin anew"
         )
 
 
@@ -458,12 +458,12 @@ def _as_pages(cache: RingCache, window: int, page: int):
     first = jnp.minimum(_first_keys(length, cache.written, window, pages * page), length)
     entry = first // page
     columns = jnp.arange(-(-(window + page - 1) // page), dtype=jnp.int32)[None]
-    own = jnp.arange(batch, dtype=jnp.int32)[:, None] * pages
+    first_of_sequence = jnp.arange(batch, dtype=jnp.int32)[:, None] * pages
     # Without the barrier XLA makes the table from the lengths before this step, and copies them, as
     # those after it take their place.
     first_page = lax.optimization_barrier(entry)[:, None]
     return {
-        "page_table": own + (first_page + columns) % pages,
+        "page_table": first_of_sequence + (first_page + columns) % pages,
         "kv_lengths": length - entry * page,
         "kv_starts": first - entry * page,
     }

@@ -219,9 +219,10 @@ def in_context(layer, call: CallArguments, length: int) -> CallArguments:
     if layer.context_parallel is None or layer.rope_theta is None:
         return call
     default = layer.context_parallel.positions(length)
-    own = default if call.positions is None else call.positions
+    q_positions = default if call.positions is None else call.positions
     return call._replace(
-        positions=own, kv_positions=default if call.kv_positions is None else call.kv_positions
+        positions=q_positions,
+        kv_positions=default if call.kv_positions is None else call.kv_positions,
     )
 
 

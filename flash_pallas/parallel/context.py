@@ -240,9 +240,9 @@ def _on_devices(cuts: Cuts, options, q, k, v, arrays):
         q, k, v = (_lengthened(cuts, name, x) for name, x in zip("qkv", (q, k, v), strict=True))
         arrays = {name: _lengthened(cuts, name, x) for name, x in arrays.items()}
     rows, specs = cuts.spec("o"), {name: cuts.spec(name) for name in arrays}
-    place = {"axis": cuts.sequence, "shard_axes": (cuts.batch, cuts.heads)}
+    axes = {"axis": cuts.sequence, "shard_axes": (cuts.batch, cuts.heads)}
     local = jax.shard_map(
-        lambda q, k, v, arrays: sharded_attention(q, k, v, **place, **static, **arrays),
+        lambda q, k, v, arrays: sharded_attention(q, k, v, **axes, **static, **arrays),
         mesh=cuts.mesh,
         in_specs=(rows, rows, rows, specs),
         out_specs=(rows, cuts.spec("lse")) if static["return_lse"] else rows,
@@ -416,9 +416,9 @@ def _lengthened(cuts: Cuts, name: str, x):
         batch, _, *heads = cuts.spec(name)
         unsharded = PartitionSpec(batch, None, *heads)
         x = jax.sharding.reshard(x, NamedSharding(cuts.mesh, unsharded))
-    after = [(0, 0)] * x.ndim
-    after[1] = (0, -x.shape[1] % cuts.shards(cuts.sequence))
-    return jnp.pad(x, after, constant_values=-1 if name in _IDS else 0)
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, -x.shape[1] % cuts.shards(cuts.sequence))
+    return jnp.pad(x, padding, constant_values=-1 if name in _IDS else 0)
 
 
 def _shortened(length: int, x):

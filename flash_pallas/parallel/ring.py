@@ -281,10 +281,10 @@ def _chosen(ring: Ring, spec: AttentionSpec, part: Operands):
 
 def _either(ring: Ring, step: int, fold, sums, keys):
     """Calls fold(wrapped, sums, keys) as it is for this device; a no-op if no device has work."""
-    has = [bool(ring.plan.pieces(step, wrapped)) for wrapped in (False, True)]
+    has_pieces = [bool(ring.plan.pieces(step, wrapped)) for wrapped in (False, True)]
     if step == 0:
         return fold(False, sums, keys)
-    if not any(has):
+    if not any(has_pieces):
         return sums
     return lax.cond(
         lax.axis_index(ring.axis) >= step, partial(fold, False), partial(fold, True), sums, keys
