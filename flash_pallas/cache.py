@@ -664,7 +664,7 @@ def _check_new(name: str, x, scale, cache, batch: int):
         )
 
 
-def _check_dtype(name: str, x, scale, cache: tuple[str, Any]):
+def _check_dtype(name: str, x, scale, cache: tuple[str, np.dtype]):
     """Checks that a new array is one, of a dtype for a cache of this (name, dtype)."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")

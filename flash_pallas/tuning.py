@@ -138,7 +138,7 @@ class Program(NamedTuple):
     """A compiled program of `count` calls with one choice of tile sizes; runs as program(*args)."""
 
     fields: dict[str, Any]
-    program: Any
+    program: jax.stages.Compiled
     args: tuple
     count: int
 

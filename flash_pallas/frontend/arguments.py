@@ -79,7 +79,7 @@ class Sizes:
     kv_len: int
     q_heads: int
     kv_heads: int
-    dtype: Any
+    dtype: np.dtype
     first: tuple[Any, Any] = (0, 0)  # numbers of entry 0 and head 0 in the whole arrays
 
     @property

@@ -250,7 +250,7 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
     return value, _block_size(a.kv_block_size, k.shape[1], page_size)
 
 
-def shared_prefix(a: Any, sizes: checks.Sizes, page_size: int | None, tokens: str):
+def shared_prefix(a: CacheArguments, sizes: checks.Sizes, page_size: int | None, tokens: str):
     """Checks shared_prefix; returns (whether prefixes are shared, int32[B] or None).
 
     Its values are left to the caller. `tokens` says, in a message, how many new tokens there are.

@@ -393,7 +393,7 @@ def sharded_attention(
     return (o, lse) if return_lse else o
 
 
-def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> Any:
+def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> tuple[Any, Any]:
     """Computes (o, lse) by ring attention."""
     dispatch.check_name(backend)
     call = validate.canonicalize(q, k, v, arguments)

@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..typing import MeshAxes
 from .layout import names_of
 
 
@@ -18,9 +19,9 @@ class Cuts:
     """Mesh axes that shard sequence, batch and heads: each a name, a tuple of names or None."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-    sequence: Any
-    batch: Any
-    heads: Any
+    sequence: str | tuple[str, ...]
+    batch: MeshAxes
+    heads: MeshAxes
 
     @classmethod
     def of(cls, mesh, axis, batch_axis, head_axis) -> Cuts:

@@ -37,7 +37,7 @@ class Ring:
         backend: name of the backend, or "auto".
     """
 
-    axis: Any
+    axis: str | tuple[str, ...]
     plan: Plan
     spec: AttentionSpec
     backend: str
