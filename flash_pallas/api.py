@@ -336,7 +336,7 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     except TypeError as error:
         if "forward-mode autodiff" not in str(error):
             raise
-        # JAX's own words do not say whose custom_vjp it is, nor what to do.
+        # JAX's own message names neither the function nor a way out.
         raise TypeError(
             "flash_attention has no forward-mode derivative (jax.jvp, jacfwd, hessian) where "
             "differentiable is 'reverse': pass differentiable='any'. Or use jax.grad, jax.vjp or "

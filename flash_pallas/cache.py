@@ -182,7 +182,7 @@ def append_kv[V: Array | None](
     scales = {name: cache_scale(f"{name}_scale", s, getattr(old, name)) for name, s in scales}
     new = _New(k, v, new_lengths, page_table, scales["k"], scales.get("v"))
     old = jax.tree.map(jnp.asarray, old)
-    # The cache stays cut as it is: a step's result is the next one's operand.
+    # The result is sharded like the cache, because it is an operand of the next step.
     specs = jax.tree.map(mesh_axes.spec_of, old)
     return mesh_axes.compiled_as_auto(partial(_appended, rope_theta), (old, new), specs)
 
@@ -352,7 +352,7 @@ def append_packed(pages, new, a: RaggedArguments, names: dict[str, tuple[str, st
     places = places_of(a, len(k), pages[0].shape[1])
     added = _New(k, v, None, places["page_table"], scales["k"], scales.get("v"))
     old = jax.tree.map(jnp.asarray, old)
-    # As where one step's cache is the next one's operand: it stays cut as it is.
+    # The result is sharded like the pages, because it is an operand of the next step.
     specs = jax.tree.map(mesh_axes.spec_of, old)
     return tuple(mesh_axes.compiled_as_auto(_ragged_appended, (old, added, places), specs))
 
@@ -494,7 +494,7 @@ class _New(NamedTuple):
 def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
     count, table = new.k.shape[1], new.page_table
     room = old.k.shape[1] * (1 if table is None else table.shape[1])
-    # Beyond the room too: there nothing is written, and positions go on.
+    # Not clipped to the room: beyond it nothing is written, but lengths still count the tokens.
     lengths = jnp.clip(old.lengths.astype(jnp.int32), 0, UNBOUNDED - count)
     step = jnp.arange(count, dtype=jnp.int32)[None]
     added = jnp.full_like(lengths, count)
@@ -514,7 +514,7 @@ def _ragged_appended(old: _Pages, new: _New, places: dict[str, Any]) -> _Pages:
     table, room = new.page_table, old.k.shape[1] * new.page_table.shape[1]
     operands = ragged.in_range(RaggedOperands(new.k, *old, **places))
     of_row = ragged.places_of(operands)
-    # Not clipped to the room: a token beyond it is to be dropped, not to be the last key.
+    # Not clipped to the room: a token beyond it is dropped and does not become the last key.
     place = operands.kv_lengths[of_row.seq] - operands.cu_q_lens[of_row.seq + 1] + of_row.row
     place = jnp.where(of_row.exists & (place >= 0), place, room)
     indices = _rows(of_row.seq, place, room, old.k.shape, table)
@@ -563,7 +563,7 @@ def _quantised(x, scale, rows, dtype):
     """Quantizes x [..., K, H] to the cache's dtype, divided by the scale of its row."""
     scale = scale if len(scale) == 1 else jnp.take(scale, rows, axis=0, mode="clip")
     scale = jnp.broadcast_to(scale, x.shape[:-1])[..., None]
-    # A scale of 0, as of a head whose largest number is 0, reads as 0 whatever is stored: not NaN.
+    # With a scale of 0, as of a head of zeros, store 0: the quotient would be NaN.
     x = jnp.where(scale == 0, 0.0, jnp.asarray(x).astype(jnp.float32) / scale)
     if jnp.issubdtype(dtype, jnp.integer):
         x, largest = jnp.round(x), float(jnp.iinfo(dtype).max)

@@ -250,7 +250,7 @@ def _verdict(call: Callable, case: Case, arrays, options) -> Verdict:
     """Runs one case and compares the results."""
     try:
         tested = _results(call, arrays, options)
-    except Exception as error:  # whatever it is, the function does not compute this
+    except Exception as error:  # any error means that it does not compute this case
         lines = str(error).strip().splitlines() or [""]
         return Verdict(case.name, REFUSED, f"{type(error).__name__}: {lines[0][:200]}")
     with jax.enable_x64(True):
@@ -264,7 +264,7 @@ def _verdict(call: Callable, case: Case, arrays, options) -> Verdict:
         note = _without_rows(empty, tested["o"], exact["o"], plain["o"], arrays["v"])
     unit = float(jnp.finfo(case.dtype).eps + jnp.finfo(jnp.float32).eps * _largest_logit(arrays))
     compared = [_compared(name, tested[name], exact[name], plain[name], unit) for name in exact]
-    # A NaN is no number to sort by.
+    # NaN cannot be compared, so it counts as the largest error.
     error, allowed, name = max(compared, key=lambda x: x[0] / x[1] if x[0] >= 0.0 else np.inf)
     if error <= allowed:
         return Verdict(case.name, RIGHT, note, error, allowed)
@@ -470,7 +470,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = [case for case in CASES if options.only in case.name]
     if not cases:
         parser.error(f"no case's name contains {options.only!r}")
-    sys.path.insert(0, "")  # a module in the folder at hand, as `python -m` finds it
+    sys.path.insert(0, "")  # finds modules in the working directory, like `python -m`
     try:
         function = loaded(options.function)
     except (ImportError, ValueError) as error:

@@ -252,7 +252,7 @@ def _described(spec: DecodeSpec, operands: DecodeOperands) -> DecodeProblem:
         paged["spec"], operands = kv_blocks_.as_pages(spec, operands)
         return operands
 
-    plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # however it is sharded
+    plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # without its sharding
     operands = jax.eval_shape(shapes, jax.tree.map(plain, operands))
     return decode.describe(operands, paged["spec"])
 

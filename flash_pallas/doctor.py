@@ -90,7 +90,7 @@ def driver() -> list[dict[str, str]]:
 def installed(version_of: dict[str, str], gpus: list[dict[str, str]]) -> Iterator[Finding]:
     """Yields whether the versions fit each other and the driver, and whether JAX sees the GPUs."""
     plugins = [(cuda, names) for cuda, names in PLUGINS.items() if names[0] in version_of]
-    # jax itself says at import which jaxlib it takes, an older one among them.
+    # jax checks at import that it takes this jaxlib, which may be older.
     parts = [name for _, names in plugins for name in names]
     mismatched = [name for name in parts if version_of.get(name) != version_of["jaxlib"]]
     listed = ", ".join(f"{name} {version_of.get(name, 'missing')}" for name in mismatched)
@@ -172,7 +172,7 @@ def timing() -> dict[str, Any]:
 
     readings = [(once(calls), once(2 * calls)) for _ in range(READINGS + 1)]
     fewer, more = zip(*readings[1:], strict=True)  # the first compiles
-    # The least of each: what disturbs a reading makes it longer.
+    # The minimum of each, because disturbances only make a reading longer.
     ms = (min(more) - min(fewer)) / calls
     batch, length, heads, head_dim = sizes
     flops = 4 * batch * heads * head_dim * length * (length + 1) / 2
@@ -192,7 +192,7 @@ def _several(number: int, q, k, v):
 
     def one(_, q):
         o = flash_attention(q, k, v, causal=True)
-        # One vector of O makes the next call wait, and leaves q as random as it was.
+        # With one vector of O in q the next call depends on this one, and q stays random.
         return jax.lax.dynamic_update_slice(q, o[:1, :1, :1], (0, 0, 0, 0))
 
     return jax.lax.fori_loop(0, number, one, q)

@@ -151,7 +151,7 @@ class Modifiers:
         i, j = self._positions(scores.shape)
         sum_of = _rounded if rounded else lambda x: x
         if self.bias is not None:
-            # What is hidden may be NaN, and a NaN would find its way into gradients.
+            # Hidden scores may be NaN, and a NaN would reach the gradients.
             scores = sum_of(scores + jnp.where(keep, self.bias.astype(scores.dtype), 0.0))
         if self.alibi_slopes is not None:
             distance = jnp.abs(i - j).astype(scores.dtype)
@@ -221,7 +221,7 @@ class Modifiers:
 
 def _rounded(x):
     """Rounds x to float32, with the gradient of x."""
-    # Not by converting it there and back, which XLA leaves out on a GPU.
+    # Not by a conversion there and back, which XLA removes on a GPU.
     rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
     return x + lax.stop_gradient(jnp.where(jnp.isfinite(x), rounded - x, 0.0))
 

@@ -130,7 +130,7 @@ def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
             "tile sizes by: pass blocks="
         )
     path = tables.user_path()
-    tables.check_writable(path)  # before a minute of work
+    tables.check_writable(path)  # before timing, which takes a minute
     return Trial(name, path, compiled(chosen, call))
 
 

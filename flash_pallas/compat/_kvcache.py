@@ -113,7 +113,7 @@ def attend(q, cache: KVCache, scores: Scores, reading: Reading):
             cache.v,
             kv_lengths=lengths,
             kv_starts=reading.starts,
-            # From there on a query sees every key; nothing else looks at its position.
+            # At this position a query sees every key. Nothing else depends on it.
             q_offset=lengths if sees_all else None,
             window=None if left is None else (left, None),
             softcap=scores.softcap,

@@ -40,7 +40,7 @@ NAMES = {
     "for a batch call flash_attention": "for a batch call flash_attn_func",
 }
 WORDS = Words(NAMES)
-# Of a cache that is read: k and v are what is new.
+# For calls that read a cache: flash-attn's k and v are the new tokens.
 CACHE_WORDS = Words(
     NAMES
     | {

@@ -24,7 +24,7 @@ EIGHT_BITS = ("int8", "float8_e4m3fn")
 SOFTCAP, DROPOUT, SEED = 3.0, 0.1, 7
 WINDOW = (150, 60)
 BLOCK = 128  # of a block mask
-# Tiles depend on sizes: those of calls as long as in use are run on short ones. (B, T, K)
+# Tile sizes depend on (B, T, K): with these options a short call runs with those of a long one.
 LONG = {"tiles of 4096": (4, 4096, 16), "tiles of 8192": (1, 8192, 2)}
 
 
@@ -200,7 +200,7 @@ LISTS = [[[[0, -1], [1, 0], [2, 1]]]]
 
 def _cache_sizes(row: Row) -> Sizes:
     has, page = set(row.options), row.page_size or 16
-    T, N, K = 1, 8, 2  # four rows: a token of a group of four heads
+    T, N, K = 1, 8, 2  # four rows: one token of four heads
     if "24 rows" in has:
         T = 6
     if "96 rows" in has:
@@ -350,7 +350,7 @@ def function_of(row: Row) -> Callable:
 
 
 def explained(row: Row, backend: str) -> ExplainedCall:
-    """Returns what `explain` says of the row."""
+    """Returns what `explain` reports for the call of the row."""
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in recipes(row).items()}
 
     def call(arrays):

@@ -85,7 +85,7 @@ def over(
     ran = run.of_sources(options.out, sources)
     was_right = {key for key, entry in before.items() if entry[-1] == RIGHT}
     left = [row for row in wanted if row.key not in ran & was_right]
-    left.sort(key=lambda row: row.key in was_right)  # these mostly lower alone
+    left.sort(key=lambda row: row.key in was_right)  # last: most of these are only lowered
     run.prepare()
     run.mend(options.out)
     with run.lines_of(options.out).open("a") as lines:
@@ -108,7 +108,7 @@ def over(
     print()
     ran = run.of_sources(options.out, sources)
     entries = run.read(options.out)
-    if not options.only:  # rows that are no more
+    if not options.only:  # drops rows that no longer exist
         entries = {key: entries[key] for key in (row.key for row in wanted) if key in entries}
     about = run.provenance() | {"commit": commit()}
     run.write(options.out, entries, about | {"sources": sources if ran >= entries.keys() else None})
@@ -133,7 +133,7 @@ def chosen(targets: dict[str, Target], options: argparse.Namespace) -> list[Row]
 
 
 def commit() -> str | None:
-    """Returns FLASH_PALLAS_COMMIT where it is set, else git's commit; None where there is none."""
+    """Returns FLASH_PALLAS_COMMIT if it is set, else git's commit; None without either."""
     if from_environment := os.environ.get("FLASH_PALLAS_COMMIT"):
         return from_environment
     folder = Path(__file__).parent

@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jaxlib.mlir import ir
 
 KERNEL = "mosaic_gpu_v2"  # name of the custom call
-LENGTH = 12  # hexadecimal digits: of 4,000 kernels no two meet by chance
+LENGTH = 12  # hexadecimal digits: no two of 4,000 kernels collide by chance
 _ARCHITECTURE = re.compile(r"mosaic_gpu\.arch_(major|minor) = \d+ : i32,? ?")
 
 

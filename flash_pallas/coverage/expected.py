@@ -10,14 +10,14 @@ from . import calls, dense
 from .calls import Row
 
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # of the error of the same computation, rounded
-# Of the largest element, besides: half a rounding. Rounding errors of sums differ in sign.
+# Allowed besides: half a rounding of the largest element. Rounding errors of sums differ in sign.
 FLOOR = 0.5
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 # float32 is multiplied in two parts of bfloat16, with a relative error up to 2^-15.
 EPS_IN_PARTS = 2.0**-15
-# Of the largest score, for the log-sum-exp: scores are rounded to float32, and exp2 and log2 of a
-# GPU are right to about one float32 eps. Tensor cores add 16 columns of a score at a time and cut
-# off what does not fit.
+# Allowed error of the log-sum-exp, relative to the largest score: scores are rounded to float32,
+# and exp2 and log2 of a GPU are right to about one float32 eps. Tensor cores add 16 columns of a
+# score at a time and truncate the sum.
 EPS_LSE, COLUMNS = 2.0**-22, 96
 SUMS = ("dalibi_slopes", "dsinks", "dstrength")  # over all rows, of which a head has one number
 TANH_ERROR = 1.1e-5  # relative, of the GPU's MUFU.TANH
@@ -75,7 +75,7 @@ def sizes(x) -> tuple[float, float]:
 
 
 def _logits(call: dense.Dense, x) -> np.ndarray:
-    """Returns the largest sum of absolute values that is a score."""
+    """Returns a bound of all scores: the largest sum of the absolute values of their terms."""
     group = x["q"].shape[2] // x["k"].shape[2]
     k = np.repeat(np.abs(x["k"]), group, 2)
     largest = call.scale * np.einsum("btnh,bsnh->bnts", np.abs(x["q"]), k).max(initial=1.0)
@@ -164,7 +164,7 @@ def _attention(row: Row, arrays, places=None) -> tuple[dense.Dense, dict[str, An
 
 
 def _band(row: Row, arrays, difference):
-    """Returns what causal and window show; `apart` is the distance from a query to a key."""
+    """Returns what causal and window show; `difference` is the key's position minus the query's."""
     seen = np.ones_like(difference, bool)
     if calls.static(row).get("causal"):
         seen &= difference <= 0

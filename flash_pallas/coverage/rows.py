@@ -334,7 +334,7 @@ def _is_square(row: Row) -> bool:
 
 
 def _all(target: Target, rows: Sequence[Row], options: tuple[str, ...]) -> list[Row]:
-    """Returns rows with everything: of a portable GPU its share, and one for each plan."""
+    """Returns rows with all these options: for a portable GPU its share, and one for each plan."""
     rows = _at(rows, options)
     if target.backend == "hopper":
         return rows

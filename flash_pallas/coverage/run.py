@@ -62,7 +62,7 @@ def serve(connection) -> None:
         try:
             known = before is not None and check.digest(row, target) == before
             result = None if known else check.run(row, target)
-        except Exception as error:  # whatever stage it comes from, the row has not run
+        except Exception as error:  # at any stage: the row has not run
             text = f"{type(error).__name__}: {error}".strip()[:300]
             result = Result(row.key, "", FAILS, None, text)
         if result is not None:
@@ -85,7 +85,7 @@ class Worker:
         self.ready, self.until = False, time.monotonic() + START
 
     def give(self, row: Row, target: Target, before: str | None) -> None:
-        """Hands it the next row."""
+        """Sends the process its next row."""
         self.connection.send((row, target, before))
         self.row, self.until = row, time.monotonic() + LIMIT
 
@@ -154,7 +154,7 @@ class Run:
         elif isinstance(message, Result):
             self.report(message)
             worker.row = None
-            if message.verdict == FAILS:  # its device may be of no use any more
+            if message.verdict == FAILS:  # its device may be unusable now
                 worker.end()
                 return Worker()
         return worker
@@ -236,7 +236,7 @@ def write(path: Path, entries: dict[str, list[Any]], about: dict[str, Any]) -> N
 
 
 def counts(entries: dict[str, list[Any]]) -> str:
-    """Returns how many rows are right, wrong, hang and fail."""
+    """Returns how many rows are right, wrong, hang and fail, as text."""
     verdicts = [entry[-1] for entry in entries.values()]
     names = (RIGHT, WRONG, HANGS, FAILS)
     return ", ".join(f"{verdicts.count(name)} {name}" for name in names)

@@ -197,7 +197,7 @@ def _check_offset(q_offset: int):
 
 
 def is_unplaced(a: Arguments) -> bool:
-    """Returns True if a call is causal and says nothing of where its queries are."""
+    """Returns whether a call is causal and gives no positions of its queries."""
     names = ("q_offset", "q_positions", "kv_positions", "q_lengths", "kv_lengths", "q_segment_ids")
     right = band(a.causal, a.window)[1]
     is_causal = isinstance(right, int) and right == 0
@@ -457,7 +457,7 @@ def missing_axes(name: str, shape, full) -> str:
     labels = (*["batch"] * (len(full) - 3), "heads", "q_length", "kv_length")
     ways = []
     for before in itertools.combinations(range(len(full) - 1), max(len(few) - 1, 0)):
-        places = (*before, len(full) - 1)  # what hides nothing by keys is no mask
+        places = (*before, len(full) - 1)  # a mask has an axis of keys
         fits = len(few) == len(places) < len(full) and all(
             n in (1, full[i]) for n, i in zip(few, places, strict=True)
         )

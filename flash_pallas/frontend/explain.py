@@ -132,7 +132,7 @@ class Explanation:
         )
 
 
-# The first has type checkers compare the arguments with those of the function, which takes arrays.
+# With the first, type checkers compare the arguments with the function's own, which are arrays.
 @overload
 def explain[**P](
     function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs
@@ -179,9 +179,9 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         >>> explanation.backend
         'hopper'
     """
-    # functools.wraps gives the mark to functions of others too.
+    # `functools.wraps` also copies the mark to wrappers of other packages.
     ours = getattr(function, "makes_one_call", None) is function
-    # What follows the plan refuses arrays by how a mesh shards them.
+    # On a mesh tracing goes on after the plan, where the sharding of arrays is checked.
     first_only = ours and jax.sharding.get_abstract_mesh().empty
     return Explanation(tuple(_calls_of(function, args, kwargs, ours=ours, first_only=first_only)))
 
@@ -347,7 +347,7 @@ def explained(
         )
         return ExplainedCall(problem, "none", None, reasons, gpu=gpu)
     if target is not None:
-        platform = None  # not here, so wherever the arrays are
+        platform = None  # the GPU is not here, so the device of the arrays does not matter
     chosen = dispatch.choose(problem, name, platform, says=False)
     reasons = _reasons(chosen, problem, name, platform)
     if isinstance(problem, DecodeProblem):
@@ -366,7 +366,7 @@ def explained(
 def _reasons(
     chosen: Backend, problem: AnyProblem, name: str, platform: str | None
 ) -> dict[str, str]:
-    """Returns, by backend that was not chosen, why."""
+    """Returns why each other backend was not chosen, by its name."""
     auto = name == dispatch.AUTO
     not_needed = (
         f"{chosen.name!r} can run and is preferred" if auto else "another backend was asked for"

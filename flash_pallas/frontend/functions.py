@@ -125,7 +125,7 @@ def _lists_of_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes):
     lists, empty = block_mask.lists_of_positions(traced.mod, *lengths)
     if empty < block_mask.LEAST_EMPTY:
         return None
-    if a.mask is not None:  # which may hide keys of any block
+    if a.mask is not None:  # it may hide keys of any block, so none is whole
         lists = np.concatenate([lists[..., 1:2], lists[..., 1:]], axis=-1)
     return jnp.asarray(lists)
 

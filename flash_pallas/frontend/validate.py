@@ -107,7 +107,7 @@ def _with_means(operands: Operands, o, lse):
     values = padding.finite(operands, operands.v).astype(lse.dtype)
     values = values.mean(axis=1, keepdims=True)
     mean = jnp.repeat(values, o.shape[2] // values.shape[2], axis=2)
-    # Of all rows before the cast: the transpose would sum cotangents of rows in o's dtype.
+    # Broadcast before the cast, so that the transpose sums cotangents of rows in lse's dtype.
     mean = jnp.broadcast_to(mean, o.shape).astype(o.dtype)
     return jnp.where(empty[..., None], mean, o)
 
@@ -274,7 +274,7 @@ def as_array(name: str, x):
         raise TypeError(
             f"{name} must be an array, got {type(x).__name__}: convert it with jnp.array({name})"
         )
-    # jnp.asarray of a tracer may be an operation, at which debug_nans finds what padding holds.
+    # jnp.asarray of a tracer may add an operation, where debug_nans reports NaNs in padding.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
@@ -400,7 +400,7 @@ def lengths_of_rank(x, rank: int, room: int) -> Any:
 
 # --- Names of arguments: one signature for several functions, and hints for wrong names -----------
 
-# Names of one thing: ours, and those of jax.nn, Flax, PyTorch, flash-attn, Tokamax, splash
+# Synonyms: the name here, then those of jax.nn, Flax, PyTorch, flash-attn, Tokamax, splash
 # attention, transformers, kvax and MaxText.
 SYNONYMS = (
     "q query",
@@ -441,7 +441,7 @@ _NO_WEIGHTS = "the weights never lie in memory, so they cannot be returned"
 _MATMULS = "the kernels have matmuls of their own: leave it out; see precision"
 _CAUSAL = "its queries are always causal: leave it out"
 _PAGES = "flash_decode reads pages of a cache"
-# By a name of another library, where it means another thing there; {} is the name here.
+# Names that mean something else in another library, with the meaning here; {} is our name.
 MEANINGS = {
     "query": "the layout is [*batch, length, heads, head_dim], where PyTorch has heads first",
     "is_causal": "positions count from the first query and the first key; see q_offset",
@@ -471,7 +471,7 @@ MEANINGS = {
     "attn_logits_soft_cap": "{} acts after scale, bias and ALiBi and before masks",
     "cache_seqlens": "{} counts the new tokens too",
 }
-# By a name of another library, what to do without such an argument.
+# Arguments of other libraries that do not exist here, with what to do instead.
 INSTEAD = {
     "causal": _CAUSAL,
     "is_causal": _CAUSAL,

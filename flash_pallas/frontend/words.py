@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
-# What calls on behalf of this package: JAX, which traces, and decorators.
+# Whose frames may lie between those of this package: JAX, which traces, and decorators.
 CARRIERS = (str(Path(jax.__file__).parent) + os.sep, contextlib.__file__)
-# Names that are words of prose too. They are arguments where this follows.
+# Names that are also English words. They are arguments only where AN_ARGUMENT follows.
 PROSE = frozenset({"bias", "causal", "deterministic", "mask", "scale", "window"})
 AN_ARGUMENT = r"(?=[\[=.:,;)]| is\b| has\b| must\b| and\b| contains\b| [({'\d])"
 # Values as messages show them: strings in quotes, functions and other objects in angle brackets.

@@ -95,7 +95,7 @@ class _Masks(NamedTuple):
     dense: Callable[[], Any]
 
     def keywords(self, q: Any, k: Any) -> dict[str, Any]:
-        """Returns the keywords of `flash_attention` that say the same."""
+        """Returns the keywords of `flash_attention` that express these masks."""
         keywords: dict[str, Any] = {"causal": self.causal}
         if self.window is not None:
             keywords["window"] = int(self.window) - 1

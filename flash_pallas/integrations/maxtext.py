@@ -145,7 +145,7 @@ def _attend(layer: Any, op: Any, arrays: Any, q_ids: Any, rest: dict[str, Any]) 
         kv_ids = rest.get("decoder_segment_ids_kv")
         keywords |= {"q_segment_ids": q_ids, "kv_segment_ids": q_ids if kv_ids is None else kv_ids}
     if (chosen := rest.get("indexer_mask")) is not None:
-        # 0 is visible; MaxText's own test of what is hidden.
+        # 0 is visible. MaxText itself compares with this number.
         keywords["mask"] = (chosen >= op.DEFAULT_MASK_VALUE * 0.5)[:, None]
     return flash_attention_with_max_logit(
         q,

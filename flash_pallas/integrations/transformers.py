@@ -132,14 +132,14 @@ class _Structured:
         self.dtype = jnp.dtype(jnp.float32 if is_bias else bool)
 
     def tree_flatten(self):
-        """Returns the arrays, and the rest: it passes through jit and remat."""
+        """Returns (arrays, static fields), so that it passes through jit and remat."""
         x = self.visible
         arrays = x.q_offset, x.kv_valid, x.mask, self.bias
         return arrays, (self.shape, x.causal, x.window, self.is_bias)
 
     @classmethod
     def tree_unflatten(cls, rest, arrays):
-        """Makes one of what `tree_flatten` returned."""
+        """Makes an instance from what `tree_flatten` returned."""
         shape, causal, window, is_bias = rest
         return cls(shape, Visible(causal, window, *arrays[:3]), arrays[3], is_bias)
 
@@ -171,7 +171,7 @@ class _Structured:
         shape = jnp.broadcast_shapes(self.shape, other.shape)
         return _Structured(shape, visible, bias, is_bias=True)
 
-    # jax's arrays leave a sum to it, as long as it has no __jax_array__.
+    # A sum of a jax array with this object calls it, as long as there is no __jax_array__.
     __radd__ = __add__
 
     def astype(self, dtype: Any) -> _Structured:
@@ -322,7 +322,7 @@ def _refuse(*_) -> NoReturn:
     )
 
 
-# Under jit the weights would be an output; this makes that the same message.
+# As an output of jit the weights are flattened, which raises the same error.
 jax.tree_util.register_pytree_node(_Weights, _refuse, _refuse)
 
 
@@ -337,7 +337,7 @@ def _weights(
     **options: Any,
 ) -> _Weights:
     """Returns what stands for the weights of Flax's function of these arguments."""
-    # No model passes another one; `dtype` is of the softmax, which is never below float32.
+    # No model passes others. `dtype` is that of the softmax, which is float32 or wider here.
     known = {"deterministic", "dtype", "precision"}
     in_use = {name for name, x in options.items() if x is not None and x is not False}
     if unknown := in_use - known:
@@ -386,7 +386,7 @@ _JNP = _with(
     **{name: _written_out(getattr(jnp, name)) for name in ("tril", "where")},
 )
 _LAX = _with(jax.lax, "lax", dynamic_slice=_dynamic_slice, select=_select)
-# What a module of transformers gets, where it has something of this name.
+# Replaces the attributes of these names in modules of transformers that have them.
 _STEPS: dict[str, Any] = {
     "jnp": _JNP,
     "lax": _LAX,

@@ -459,8 +459,8 @@ def _as_pages(cache: RingCache, window: int, page: int):
     entry = first // page
     columns = jnp.arange(-(-(window + page - 1) // page), dtype=jnp.int32)[None]
     first_of_sequence = jnp.arange(batch, dtype=jnp.int32)[:, None] * pages
-    # Without the barrier XLA makes the table from the lengths before this step, and copies them, as
-    # those after it take their place.
+    # Without the barrier XLA computes the table from the lengths before this step, and copies them
+    # because the new lengths overwrite them.
     first_page = lax.optimization_barrier(entry)[:, None]
     return {
         "page_table": first_of_sequence + (first_page + columns) % pages,
@@ -495,7 +495,7 @@ def _appended(cache: Any, k, v, new_lengths) -> RingCache:
     if new_lengths is not None:
         added = jnp.clip(as_int32("new_lengths", new_lengths), 0, count)
     step = jnp.arange(count, dtype=jnp.int32)[None]
-    # Of more tokens than there is room for, the last.
+    # Of more tokens than the ring has room for, keep the last.
     kept = (step < added[:, None]) & (step >= added[:, None] - room)
     place = jnp.where(kept, jnp.mod(positions(cache, count), room), room)
     indices = jnp.arange(len(place), dtype=jnp.int32)[:, None], place

@@ -190,7 +190,7 @@ def context_parallel_attention(
     validate.check_shapes(q, k, v)
     cuts = Cuts.of(mesh, axis, batch_axis, head_axis)
     cuts.check_sizes(q, k, layout == "zigzag")
-    # Here, as jit cuts off the high half of what numpy has in 64 bits.
+    # Before jit, which would truncate 64-bit integers of numpy.
     rows = {
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
@@ -226,7 +226,7 @@ def _static(name: str, value, head_dim: int):
     if name == "window":
         band = checks.static_band(False, value)
         return band.left, band.right
-    return value if isinstance(value, Hashable) else repr(value)  # to be refused by what it is
+    return value if isinstance(value, Hashable) else repr(value)  # refused later, with its repr
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -247,7 +247,7 @@ def _on_devices(cuts: Cuts, options, q, k, v, arrays):
         in_specs=(rows, rows, rows, specs),
         out_specs=(rows, cuts.spec("lse")) if static["return_lse"] else rows,
     )
-    if AxisType.Explicit in cuts.mesh.axis_types:  # Here shard_map moves nothing by itself.
+    if AxisType.Explicit in cuts.mesh.axis_types:  # shard_map does not reshard on such a mesh
         reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(cuts.mesh, spec))
         q, k, v = (reshard(x, rows) for x in (q, k, v))
         arrays = {name: reshard(x, specs[name]) for name, x in arrays.items()}
@@ -358,7 +358,7 @@ def sharded_attention(
         x is not None for x in (q_positions, kv_positions)
     ) or checks.window_is_data(window)
     if has_positions:
-        # Counted in the whole sequence, where a part of it would begin with 0.
+        # Positions in the whole sequence; by default a part's would begin at 0.
         index = local_positions(lax.axis_index(axis), q.shape[1], shards, zigzag)
         index = jnp.broadcast_to(index, q.shape[:2])
         q_positions = index if q_positions is None else q_positions
@@ -412,7 +412,7 @@ def _lengthened(cuts: Cuts, name: str, x):
     """Pads an array [B, T, ...] so that the devices divide T; other arrays are unchanged."""
     if name in ("sinks", "dropout_seed"):
         return x
-    if AxisType.Explicit in cuts.mesh.axis_types:  # where only a whole axis can be of any length
+    if AxisType.Explicit in cuts.mesh.axis_types:  # only an unsharded axis may have any length
         batch, _, *heads = cuts.spec(name)
         unsharded = PartitionSpec(batch, None, *heads)
         x = jax.sharding.reshard(x, NamedSharding(cuts.mesh, unsharded))

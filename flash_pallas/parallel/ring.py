@@ -74,7 +74,7 @@ def attend(ring: Ring, operands: Operands):
     It runs inside `jax.shard_map`. All operands except sinks are this device's parts.
     """
     axes = mesh_axes.varying(operands)
-    # Outside shard_map's check of types no value has axes, and none must be given one.
+    # Without shard_map's check of varying axes no value has any, and none may be added.
     axes = axes | frozenset(names_of(ring.axis)) if axes else axes
     operands = mesh_axes.spread(operands, axes)
     if ring.spec.differentiable == "any":
@@ -202,7 +202,7 @@ def _backward(ring: Ring, operands: Operands, cotangents: Cotangents):
             ring, step, wrapped, operands, cotangents, sums, keys
         )
         dq, *own = _either(ring, step, gradients, start, keys)
-        # Theirs were sent on in the step before: this one's kernels ran meanwhile.
+        # The arriving sums were sent in the step before, while this step's kernels ran.
         own = own if travelling is None else jax.tree.map(jnp.add, own, travelling)
         travelling = _rotated(ring, own, -last if step == last else 1)
         keys = arriving
