@@ -197,7 +197,7 @@ def _check_offset(q_offset: int):
 
 
 def is_unplaced(a: Arguments) -> bool:
-    """Returns whether a call is causal and gives no positions of its queries."""
+    """Returns whether a call is causal and has no argument that places its queries."""
     names = ("q_offset", "q_positions", "kv_positions", "q_lengths", "kv_lengths", "q_segment_ids")
     right = band(a.causal, a.window)[1]
     is_causal = isinstance(right, int) and right == 0
