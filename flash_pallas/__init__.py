@@ -83,7 +83,7 @@ def __dir__() -> list[str]:
 
 
 def _gone(name: str) -> Any:
-    """Returns a function that says what to write instead of one that there was."""
+    """Returns a function in place of a removed one, whose error says what to write instead."""
 
     def gone(*args: Any, **kwargs: Any) -> None:
         raise TypeError(

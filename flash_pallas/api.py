@@ -332,18 +332,18 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
             dispatch.tell_of_place(call.problem)
     attend = _ATTEND[call.spec.differentiable]
     try:
-        found = attend(plan.backend, call.spec, plan.blocks, call.operands)
+        outputs = attend(plan.backend, call.spec, plan.blocks, call.operands)
     except TypeError as error:
         if "forward-mode autodiff" not in str(error):
             raise
-        # JAX's own words do not say whose custom_vjp it is, nor what to do.
+        # JAX's own message names neither the function nor a way out.
         raise TypeError(
             "flash_attention has no forward-mode derivative (jax.jvp, jacfwd, hessian) where "
             "differentiable is 'reverse': pass differentiable='any'. Or use jax.grad, jax.vjp or "
             "jax.jacrev, or flash_pallas.reference.attention, which is plain jnp"
         ) from error
-    o, *others = found
-    return call.unfold(call.with_empty_rows(o, others[0]), *others)
+    o, *statistics = outputs
+    return call.unfold(call.with_empty_rows(o, statistics[0]), *statistics)
 
 
 class JaxOptions(TypedDict, total=False):

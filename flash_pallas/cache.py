@@ -172,17 +172,17 @@ def append_kv[V: Array | None](
             f"cache has keys of shape {old.k.shape} for {len(old.lengths)} sequences: pass "
             "page_table if these are pages"
         )
-    given = new_lengths
+    original_lengths = new_lengths
     if new_lengths is not None:
         new_lengths = _integers("new_lengths", new_lengths, 1, len(old.lengths))
     room = old.k.shape[1] * (1 if page_table is None else page_table.shape[1])
-    check_fits(room, k.shape[1], cache[2], *cache[3:], new_lengths=given)
+    check_fits(room, k.shape[1], cache[2], *cache[3:], new_lengths=original_lengths)
     if rope_theta is not None:
         _check_rotates(rope_theta, k)
     scales = {name: cache_scale(f"{name}_scale", s, getattr(old, name)) for name, s in scales}
     new = _New(k, v, new_lengths, page_table, scales["k"], scales.get("v"))
     old = jax.tree.map(jnp.asarray, old)
-    # The cache stays cut as it is: a step's result is the next one's operand.
+    # The result is sharded like the cache, because it is an operand of the next step.
     specs = jax.tree.map(mesh_axes.spec_of, old)
     return mesh_axes.compiled_as_auto(partial(_appended, rope_theta), (old, new), specs)
 
@@ -331,28 +331,28 @@ def append_packed(pages, new, a: RaggedArguments, names: dict[str, tuple[str, st
     _check_values(old.v, v, names["v"])
     scales = {}
     for name, x, scale in (("k", k, a.k_scale), ("v", v, a.v_scale)):
-        whole, (new_name, old_name) = getattr(old, name), names[name]
-        if whole is None:
+        stored, (new_name, old_name) = getattr(old, name), names[name]
+        if stored is None:
             if scale is not None:
                 raise ValueError(
                     f"{name}_scale is given and {old_name} is None: the values are columns of the "
                     f"keys and have their scale; leave {name}_scale out"
                 )
             continue
-        _check_dtype(new_name, x, scale, (old_name, whole.dtype))
-        if x.ndim != 3 or x.shape[1:] != whole.shape[2:]:
+        _check_dtype(new_name, x, scale, (old_name, stored.dtype))
+        if x.ndim != 3 or x.shape[1:] != stored.shape[2:]:
             raise ValueError(
                 f"{new_name} has shape {x.shape}: it must be [tokens, heads, head_dim], with heads "
-                f"and head_dim {whole.shape[2:]} of {old_name}"
+                f"and head_dim {stored.shape[2:]} of {old_name}"
             )
-        scales[name] = cache_scale(f"{name}_scale", scale, whole)
+        scales[name] = cache_scale(f"{name}_scale", scale, stored)
     if v is not None and len(k) != len(v):
         shapes = f"{names['k'][0]} has shape {k.shape} and {names['v'][0]} {v.shape}"
         raise ValueError(f"{shapes}: each key needs its value")
     places = places_of(a, len(k), pages[0].shape[1])
     added = _New(k, v, None, places["page_table"], scales["k"], scales.get("v"))
     old = jax.tree.map(jnp.asarray, old)
-    # As where one step's cache is the next one's operand: it stays cut as it is.
+    # The result is sharded like the pages, because it is an operand of the next step.
     specs = jax.tree.map(mesh_axes.spec_of, old)
     return tuple(mesh_axes.compiled_as_auto(_ragged_appended, (old, added, places), specs))
 
@@ -469,8 +469,8 @@ def check_pages(
 
 
 def _gathered(pages, page_table):
-    found = jnp.take(pages, page_table, axis=0, mode="clip")
-    return found.reshape(len(found), -1, *pages.shape[2:])
+    gathered = jnp.take(pages, page_table, axis=0, mode="clip")
+    return gathered.reshape(len(gathered), -1, *pages.shape[2:])
 
 
 class _Pages(NamedTuple):
@@ -494,7 +494,7 @@ class _New(NamedTuple):
 def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
     count, table = new.k.shape[1], new.page_table
     room = old.k.shape[1] * (1 if table is None else table.shape[1])
-    # Beyond the room too: there nothing is written, and positions go on.
+    # Not clipped to the room: beyond it nothing is written, but lengths still count the tokens.
     lengths = jnp.clip(old.lengths.astype(jnp.int32), 0, UNBOUNDED - count)
     step = jnp.arange(count, dtype=jnp.int32)[None]
     added = jnp.full_like(lengths, count)
@@ -502,41 +502,41 @@ def _appended(rope_theta: float | None, old: KVCache, new: _New) -> KVCache:
         added = jnp.clip(jnp.asarray(new.lengths).astype(jnp.int32), 0, count)
     place = jnp.where(step < added[:, None], lengths[:, None] + step, room)
     entry = jnp.arange(len(place), dtype=jnp.int32)[:, None]
-    where = _rows(entry, place, room, old.k.shape, table)
+    indices = _rows(entry, place, room, old.k.shape, table)
     if rope_theta is not None:
-        at = positions(old._replace(lengths=lengths), count)
-        rotated = apply_rope(jnp.asarray(new.k), at, rope_theta)
+        token_positions = positions(old._replace(lengths=lengths), count)
+        rotated = apply_rope(jnp.asarray(new.k), token_positions, rope_theta)
         new = new._replace(k=rotated)
-    return _written(old, new, where)._replace(lengths=lengths + added)
+    return _written(old, new, indices)._replace(lengths=lengths + added)
 
 
 def _ragged_appended(old: _Pages, new: _New, places: dict[str, Any]) -> _Pages:
     table, room = new.page_table, old.k.shape[1] * new.page_table.shape[1]
-    given = ragged.in_range(RaggedOperands(new.k, *old, **places))
-    of_row = ragged.places_of(given)
-    # Not clipped to the room: a token beyond it is to be dropped, not to be the last key.
-    place = given.kv_lengths[of_row.seq] - given.cu_q_lens[of_row.seq + 1] + of_row.row
+    operands = ragged.in_range(RaggedOperands(new.k, *old, **places))
+    of_row = ragged.places_of(operands)
+    # Not clipped to the room: a token beyond it is dropped and does not become the last key.
+    place = operands.kv_lengths[of_row.seq] - operands.cu_q_lens[of_row.seq + 1] + of_row.row
     place = jnp.where(of_row.exists & (place >= 0), place, room)
-    where = _rows(of_row.seq, place, room, old.k.shape, table)
-    return _written(old, new, where)
+    indices = _rows(of_row.seq, place, room, old.k.shape, table)
+    return _written(old, new, indices)
 
 
-def _written(old, new: _New, where):
+def _written(old, new: _New, indices):
     """Returns keys and values with the new ones written at these indices, those in bounds."""
     written = {}
     for name in ("k", "v"):
-        whole, x, scale = getattr(old, name), getattr(new, name), getattr(new, f"{name}_scale")
-        if whole is not None:
-            x = x if scale is None else _quantised(x, scale, where[0], whole.dtype)
-            written[name] = whole.at[where].set(x, mode="drop")
+        stored, x, scale = getattr(old, name), getattr(new, name), getattr(new, f"{name}_scale")
+        if stored is not None:
+            x = x if scale is None else _quantised(x, scale, indices[0], stored.dtype)
+            written[name] = stored.at[indices].set(x, mode="drop")
     return old._replace(**written)
 
 
 def positions(cache, count: int):
     """Returns int32[B, count]: the positions of the next tokens; 0 for padding on the left."""
-    found = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    index = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     starts = getattr(cache, "starts", None)
-    return found if starts is None else jnp.maximum(found - jnp.maximum(starts, 0)[:, None], 0)
+    return index if starts is None else jnp.maximum(index - jnp.maximum(starts, 0)[:, None], 0)
 
 
 def _rows(entry, place, room: int, shape, page_table):
@@ -563,13 +563,13 @@ def _quantised(x, scale, rows, dtype):
     """Quantizes x [..., K, H] to the cache's dtype, divided by the scale of its row."""
     scale = scale if len(scale) == 1 else jnp.take(scale, rows, axis=0, mode="clip")
     scale = jnp.broadcast_to(scale, x.shape[:-1])[..., None]
-    # A scale of 0, as of a head whose largest number is 0, reads as 0 whatever is stored: not NaN.
+    # With a scale of 0, as of a head of zeros, store 0: the quotient would be NaN.
     x = jnp.where(scale == 0, 0.0, jnp.asarray(x).astype(jnp.float32) / scale)
     if jnp.issubdtype(dtype, jnp.integer):
-        x, most = jnp.round(x), float(jnp.iinfo(dtype).max)
+        x, largest = jnp.round(x), float(jnp.iinfo(dtype).max)
     else:
-        most = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -most, most).astype(dtype)
+        largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)
 
 
 def _check_rotates(theta, k):
@@ -664,20 +664,20 @@ def _check_new(name: str, x, scale, cache, batch: int):
         )
 
 
-def _check_dtype(name: str, x, scale, cache: tuple[str, Any]):
+def _check_dtype(name: str, x, scale, cache: tuple[str, np.dtype]):
     """Checks that a new array is one, of a dtype for a cache of this (name, dtype)."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
     cache_name, dtype = cache
     way_out = f"cast with {name}.astype({cache_name}.dtype)"
-    wanted = x.dtype == dtype
+    fits = x.dtype == dtype
     if dtype.name in QUANTISED:
         argument = f"{name.removeprefix('new_')}_scale"
         way_out = f"pass {argument} to have floats divided by it and rounded"
         if scale is not None:
             way_out = f"leave {argument} out for what has been divided by it"
-            wanted = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype
-    if not wanted:
+            fits = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != dtype
+    if not fits:
         raise TypeError(f"{name} has dtype {x.dtype} and the cache {dtype}: {way_out}")
 
 

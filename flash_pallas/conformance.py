@@ -96,10 +96,10 @@ class Verdict:
     allowed: float | None = None
 
     def __str__(self) -> str:
-        told = f"{self.case:<34} {self.verdict:<12}"
+        text = f"{self.case:<34} {self.verdict:<12}"
         if self.error is not None:
-            told += f" error {self.error:.2g}, allowed {self.allowed:.2g}"
-        return f"{told} {self.detail}".rstrip()
+            text += f" error {self.error:.2g}, allowed {self.allowed:.2g}"
+        return f"{text} {self.detail}".rstrip()
 
 
 # --- Cases ----------------------------------------------------------------------------------------
@@ -249,22 +249,22 @@ def check(
 def _verdict(call: Callable, case: Case, arrays, options) -> Verdict:
     """Runs one case and compares the results."""
     try:
-        found = _results(call, arrays, options)
-    except Exception as error:  # whatever it is, the function does not compute this
+        tested = _results(call, arrays, options)
+    except Exception as error:  # any error means that it does not compute this case
         lines = str(error).strip().splitlines() or [""]
         return Verdict(case.name, REFUSED, f"{type(error).__name__}: {lines[0][:200]}")
     with jax.enable_x64(True):
         exact = _results(_oracle, _wide(arrays), _wide(options))
     plain = _results(_plain, arrays, options)
-    if fault := _misshapen(found, arrays):
+    if fault := _misshapen(tested, arrays):
         return Verdict(case.name, WRONG, fault)
     note = ""
     if case.empty_rows:
-        outputs = found["o"], exact["o"], plain["o"]
-        note = _without_rows(~_seeing(case.sizes, options), *outputs, arrays["v"])
+        empty = ~_seeing(case.sizes, options)
+        note = _without_rows(empty, tested["o"], exact["o"], plain["o"], arrays["v"])
     unit = float(jnp.finfo(case.dtype).eps + jnp.finfo(jnp.float32).eps * _largest_logit(arrays))
-    compared = [_compared(name, found[name], exact[name], plain[name], unit) for name in exact]
-    # A NaN is no number to sort by.
+    compared = [_compared(name, tested[name], exact[name], plain[name], unit) for name in exact]
+    # NaN cannot be compared, so it counts as the largest error.
     error, allowed, name = max(compared, key=lambda x: x[0] / x[1] if x[0] >= 0.0 else np.inf)
     if error <= allowed:
         return Verdict(case.name, RIGHT, note, error, allowed)
@@ -285,18 +285,20 @@ def _names(options, parameters: set[str] | None) -> tuple[dict[str, str], list[s
     if parameters is None:
         return {name: name for name in options}, []
     synonyms = {group.split()[0]: group.split() for group in SYNONYMS}
-    found = {}
+    spelled = {}
     for name in options:
         spellings = synonyms.get(name, [name])
-        found[name] = next((each for each in spellings if each in parameters - UNLIKE), None)
-    missing = [name for name, other in found.items() if other is None]
-    return {name: other for name, other in found.items() if other}, missing
+        spelled[name] = next(
+            (spelling for spelling in spellings if spelling in parameters - UNLIKE), None
+        )
+    missing = [name for name, spelling in spelled.items() if spelling is None]
+    return {name: spelling for name, spelling in spelled.items() if spelling}, missing
 
 
 def _renamed(function: Callable, names: dict[str, str], fixed) -> Callable:
     def call(q, k, v, **options):
-        found = function(q, k, v, **{names[name]: x for name, x in options.items()}, **fixed)
-        return found[0] if isinstance(found, tuple) else found
+        outputs = function(q, k, v, **{names[name]: x for name, x in options.items()}, **fixed)
+        return outputs[0] if isinstance(outputs, tuple) else outputs
 
     return call
 
@@ -320,22 +322,22 @@ def _drawn(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _results(call: Callable, arrays, options) -> dict[str, np.ndarray]:
     """Computes the output of one call and its gradients, by name, with their dtypes."""
-    wanted = {name: arrays[name] for name in ("q", "k", "v")}
-    wanted |= {name: options[name] for name in DIFFERENTIABLE if name in options}
-    arrays_of = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
-    static = {n: x for n, x in options.items() if n not in arrays_of}
+    primals = {name: arrays[name] for name in ("q", "k", "v")}
+    primals |= {name: options[name] for name in DIFFERENTIABLE if name in options}
+    constants = {n: x for n, x in options.items() if isinstance(x, jax.Array)}
+    static = {n: x for n, x in options.items() if n not in constants}
 
-    def outputs(wanted, others):
-        side = {name: wanted.get(name, x) for name, x in others.items()}
-        return call(wanted["q"], wanted["k"], wanted["v"], **side, **static)
+    def outputs(primals, constants):
+        side = {name: primals.get(name, x) for name, x in constants.items()}
+        return call(primals["q"], primals["k"], primals["v"], **side, **static)
 
-    def run(wanted, others, do):
-        o, pull = jax.vjp(lambda wanted: outputs(wanted, others), wanted)
+    def run(primals, constants, do):
+        o, pull = jax.vjp(lambda primals: outputs(primals, constants), primals)
         (grads,) = pull(do.astype(o.dtype).reshape(o.shape))
         return {"o": o} | {f"d{name}": x for name, x in grads.items()}
 
-    found = _quick_jit(run)(wanted, arrays_of, arrays["do"])
-    return {name: np.array(x) for name, x in found.items()}
+    o_and_gradients = _quick_jit(run)(primals, constants, arrays["do"])
+    return {name: np.array(x) for name, x in o_and_gradients.items()}
 
 
 def _quick_jit(function: Callable) -> Callable:
@@ -354,8 +356,8 @@ def _wide(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _oracle(q, k, v, **options):
-    whole = [x[None] if q.ndim == 3 else x for x in (q, k, v)]
-    results = reference.attention(*whole, rounded_logits=True, full_precision=True, **options)
+    batched = [x[None] if q.ndim == 3 else x for x in (q, k, v)]
+    results = reference.attention(*batched, rounded_logits=True, full_precision=True, **options)
     return results[0].reshape(q.shape)
 
 
@@ -376,11 +378,11 @@ def _plain(q, k, v, **options):
 # --- Comparison -----------------------------------------------------------------------------------
 
 
-def _misshapen(found, arrays) -> str:
+def _misshapen(tested, arrays) -> str:
     """Returns a message about a result with the wrong shape or dtype, if there is one."""
     for name, x in (("o", arrays["q"]), ("dq", arrays["q"]), ("dk", arrays["k"])):
-        if found[name].shape != x.shape or found[name].dtype != x.dtype:
-            got = f"{found[name].dtype}{list(found[name].shape)}"
+        if tested[name].shape != x.shape or tested[name].dtype != x.dtype:
+            got = f"{tested[name].dtype}{list(tested[name].shape)}"
             return f"{name} is {got}, expected {x.dtype}{list(x.shape)}"
     return ""
 
@@ -391,20 +393,20 @@ def _seeing(sizes: Sizes, options) -> np.ndarray:
     return np.asarray(visible.any((1, 3)))
 
 
-def _without_rows(rows, found, exact, plain, v) -> str:
-    """Clears these rows [B, T] of three outputs, in place; returns what `found` had in them."""
-    got = found.astype(np.float64)[rows]
+def _without_rows(rows, tested, exact, plain, v) -> str:
+    """Clears these rows [B, T] of three outputs, in place; returns what `tested` had in them."""
+    values = tested.astype(np.float64)[rows]
     mean = np.asarray(v, np.float64).mean(1)[np.nonzero(rows)[0]]
-    told = "something else"
-    if not got.any():
-        told = "0"
-    elif got.shape == mean.shape and np.allclose(got, mean, atol=0.02):
-        told = "the mean of the values"
-    elif not np.isfinite(got).all():
-        told = "NaN"
-    for x in (found, exact, plain):
+    contents = "something else"
+    if not values.any():
+        contents = "0"
+    elif values.shape == mean.shape and np.allclose(values, mean, atol=0.02):
+        contents = "the mean of the values"
+    elif not np.isfinite(values).all():
+        contents = "NaN"
+    for x in (tested, exact, plain):
         x[rows] = 0.0
-    return f"queries without keys return {told}"
+    return f"queries without keys return {contents}"
 
 
 def _largest_logit(arrays) -> float:
@@ -414,12 +416,12 @@ def _largest_logit(arrays) -> float:
     return float(np.nanmax(np.abs(logits))) * q.shape[-1] ** -0.5
 
 
-def _compared(name: str, found, exact, plain, unit: float) -> tuple[float, float, str]:
+def _compared(name: str, tested, exact, plain, unit: float) -> tuple[float, float, str]:
     """Returns (largest error, largest that is allowed, name of the result)."""
     distance = lambda x: float(np.max(np.abs(x.astype(np.float64) - exact), initial=0.0))
     factor = OUTPUT_FACTOR if name == "o" else GRADIENT_FACTOR
     largest = float(np.max(np.abs(exact), initial=0.0))
-    return distance(found), factor * distance(plain) + unit * largest, name
+    return distance(tested), factor * distance(plain) + unit * largest, name
 
 
 # --- Command line ---------------------------------------------------------------------------------
@@ -435,12 +437,12 @@ def loaded(name: str) -> Callable:
     module, colon, path = name.partition(":")
     if not colon:
         raise ValueError(f"{name!r} must be module:function, as in jax.nn:dot_product_attention")
-    found: Any = importlib.import_module(module)
+    member: Any = importlib.import_module(module)
     for part in path.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{name!r}: {found.__name__} has no {part!r}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(member, part):
+            raise ValueError(f"{name!r}: {member.__name__} has no {part!r}")
+        member = getattr(member, part)
+    return member
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -464,26 +466,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--with", dest="fixed", action="append", default=[], type=_argument, metavar="NAME=VALUE"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(arguments)
-    cases = [case for case in CASES if given.only in case.name]
+    options = parser.parse_args(arguments)
+    cases = [case for case in CASES if options.only in case.name]
     if not cases:
-        parser.error(f"no case's name contains {given.only!r}")
-    sys.path.insert(0, "")  # a module in the folder at hand, as `python -m` finds it
+        parser.error(f"no case's name contains {options.only!r}")
+    sys.path.insert(0, "")  # finds modules in the working directory, like `python -m`
     try:
-        function = loaded(given.function)
+        function = loaded(options.function)
     except (ImportError, ValueError) as error:
         parser.error(str(error))
-    found = []
-    for verdict in check(function, cases, dtype=given.dtype, **dict(given.fixed)):
-        found.append(verdict)
-        if not given.json:
+    verdicts = []
+    for verdict in check(function, cases, dtype=options.dtype, **dict(options.fixed)):
+        verdicts.append(verdict)
+        if not options.json:
             print(verdict, flush=True)
-    if given.json:
-        print(json.dumps([dataclasses.asdict(verdict) for verdict in found], indent=1))
+    if options.json:
+        print(json.dumps([dataclasses.asdict(verdict) for verdict in verdicts], indent=1))
     else:
-        counts = (f"{sum(v.verdict == x for v in found)} {x}" for x in _VERDICTS)
-        print(f"{given.function}: {', '.join(counts)}")
-    return int(any(verdict.verdict == WRONG for verdict in found))
+        counts = (f"{sum(v.verdict == x for v in verdicts)} {x}" for x in _VERDICTS)
+        print(f"{options.function}: {', '.join(counts)}")
+    return int(any(verdict.verdict == WRONG for verdict in verdicts))
 
 
 _VERDICTS = (RIGHT, WRONG, REFUSED, NOT_OFFERED)

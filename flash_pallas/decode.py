@@ -246,15 +246,15 @@ def _described(spec: DecodeSpec, operands: DecodeOperands) -> DecodeProblem:
     """Returns the problem that a backend gets: with pages in place of `kv_blocks`."""
     if operands.kv_blocks is None:
         return decode.describe(operands, spec)
-    found = {}
+    paged = {}
 
     def shapes(operands):
-        found["spec"], operands = kv_blocks_.as_pages(spec, operands)
+        paged["spec"], operands = kv_blocks_.as_pages(spec, operands)
         return operands
 
-    plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # however it is sharded
+    plain = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # without its sharding
     operands = jax.eval_shape(shapes, jax.tree.map(plain, operands))
-    return decode.describe(operands, found["spec"])
+    return decode.describe(operands, paged["spec"])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -295,16 +295,16 @@ def _foldable(backend: Backend, spec: DecodeSpec, blocks: Any):
         folded = derivatives.fold_decode(size, is_batched[0], operands)
         blocks = backend.decode.plan(decode.describe(folded, spec))
         out = _foldable(backend, spec, blocks)(folded)
-        apart = lambda x: x.reshape(size, -1, *x.shape[1:])
-        return jax.tree.map(apart, out), jax.tree.map(lambda _: True, out)
+        unfolded = lambda x: x.reshape(size, -1, *x.shape[1:])
+        return jax.tree.map(unfolded, out), jax.tree.map(lambda _: True, out)
 
     return call
 
 
 @_attend.defjvp
-def _no_derivative(backend, spec, primals, given):
+def _no_derivative(backend, spec, primals, tangents):
     out = _attend(backend, spec, *primals)
-    return out, undifferentiable.tangents(out, given, NO_DERIVATIVE)
+    return out, undifferentiable.tangents(out, tangents, NO_DERIVATIVE)
 
 
 NO_DERIVATIVE = (

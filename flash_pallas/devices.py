@@ -65,8 +65,8 @@ class Device:
     @property
     def described(self) -> str:
         """Its name, and the name of the GPU that it represents."""
-        other = f", which stands for {self.stands_for}" if self.stands_for else ""
-        return f"{self.kind}{other}"
+        stand_in = f", which stands for {self.stands_for}" if self.stands_for else ""
+        return f"{self.kind}{stand_in}"
 
     @property
     def shared_memory(self) -> int:
@@ -120,12 +120,12 @@ def named(name: str) -> Device:
     if device := known(name):
         return device
     model = _plain(re.sub(_MEMORY, "", name.lower()))
-    for pattern, capability, like in _LIKE:
+    for pattern, capability, similar in _LIKE:
         is_it = re.match(rf"{_BRANDS}({pattern})(?!\d)", model)
         if is_it or name.strip() == capability:
-            what = name if is_it else f"compute capability {capability}"
+            stood_for = name if is_it else f"compute capability {capability}"
             return dataclasses.replace(
-                DEVICES[like], capability=capability, tflops=None, stands_for=what
+                DEVICES[similar], capability=capability, tflops=None, stands_for=stood_for
             )
     raise ValueError(
         f"gpu is {name!r}: write the name of an NVIDIA GPU of compute capability 8.0 or higher, "
@@ -159,9 +159,9 @@ def no_gpu(needs: str) -> str | None:
     Args:
         needs: the compute capability that the backend needs.
     """
-    if (found := jax.default_backend()) == "gpu":
+    if (platform := jax.default_backend()) == "gpu":
         return None
-    return f"needs an NVIDIA GPU of compute capability {needs}; the default backend is {found}"
+    return f"needs an NVIDIA GPU of compute capability {needs}; the default backend is {platform}"
 
 
 def capability_here() -> str:

@@ -66,13 +66,13 @@ class Finding:
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the relevant packages that are installed."""
-    found = {"python": platform.python_version(), "flash_pallas": __version__}
-    for name in (*PACKAGES, *(name for each in PLUGINS.values() for name in each)):
+    version_of = {"python": platform.python_version(), "flash_pallas": __version__}
+    for name in (*PACKAGES, *(name for plugins in PLUGINS.values() for name in plugins)):
         try:
-            found[name] = importlib.metadata.version(name)
+            version_of[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return version_of
 
 
 def driver() -> list[dict[str, str]]:
@@ -80,35 +80,35 @@ def driver() -> list[dict[str, str]]:
     fields = ("name", "driver_version", "compute_cap")
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        process = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    lines = [[part.strip() for part in line.split(",")] for line in told.stdout.splitlines()]
+    lines = [[part.strip() for part in line.split(",")] for line in process.stdout.splitlines()]
     return [dict(zip(fields, line, strict=True)) for line in lines if len(line) == len(fields)]
 
 
-def installed(found: dict[str, str], gpus: list[dict[str, str]]) -> Iterator[Finding]:
+def installed(version_of: dict[str, str], gpus: list[dict[str, str]]) -> Iterator[Finding]:
     """Yields whether the versions fit each other and the driver, and whether JAX sees the GPUs."""
-    here = [(cuda, names) for cuda, names in PLUGINS.items() if names[0] in found]
-    # jax itself says at import which jaxlib it takes, an older one among them.
-    parts = [name for _, names in here for name in names]
-    other = [name for name in parts if found.get(name) != found["jaxlib"]]
-    told = ", ".join(f"{name} {found.get(name, 'missing')}" for name in other)
-    fix = f"jaxlib is {found['jaxlib']}, but {told}: install all of one version"
-    right = f"jax is {found['jax']}, jaxlib and its plugins {found['jaxlib']}"
-    yield Finding("versions", not other, fix if other else right)
-    if len(here) > 1:
+    plugins = [(cuda, names) for cuda, names in PLUGINS.items() if names[0] in version_of]
+    # jax checks at import that it takes this jaxlib, which may be older.
+    parts = [name for _, names in plugins for name in names]
+    mismatched = [name for name in parts if version_of.get(name) != version_of["jaxlib"]]
+    listed = ", ".join(f"{name} {version_of.get(name, 'missing')}" for name in mismatched)
+    fix = f"jaxlib is {version_of['jaxlib']}, but {listed}: install all of one version"
+    right = f"jax is {version_of['jax']}, jaxlib and its plugins {version_of['jaxlib']}"
+    yield Finding("versions", not mismatched, fix if mismatched else right)
+    if len(plugins) > 1:
         yield Finding("CUDA", False, "the plugins of both versions are installed: remove one")
     release = int(gpus[0]["driver_version"].partition(".")[0]) if gpus else 0
-    for cuda, names in here if gpus else ():
+    for cuda, names in plugins if gpus else ():
         enough = release >= OLDEST_DRIVER[cuda]
         fix = "" if enough else f", which is too old: it needs {OLDEST_DRIVER[cuda]} or newer"
         yield Finding("driver", enough, f"{gpus[0]['driver_version']} for {names[0]}{fix}")
-    yield _device(gpus, has_plugin=bool(here), newest=release >= OLDEST_DRIVER["13"])
+    yield _device(gpus, has_plugin=bool(plugins), newest=release >= OLDEST_DRIVER["13"])
     if gpus and devices_.takes_first(gpus[0]["compute_cap"]) == "hopper":
-        slow = tuple(map(int, found["jaxlib"].split(".")[:2])) >= (0, 12)
-        told = "the Hopper kernels run in a slower form; with 'jaxlib<0.12' they do not"
-        yield Finding("jaxlib for Hopper", True, told if slow else "the fastest that is known")
+        slow = tuple(map(int, version_of["jaxlib"].split(".")[:2])) >= (0, 12)
+        note = "the Hopper kernels run in a slower form; with 'jaxlib<0.12' they do not"
+        yield Finding("jaxlib for Hopper", True, note if slow else "the fastest that is known")
 
 
 def _device(gpus: list[dict[str, str]], *, has_plugin: bool, newest: bool) -> Finding:
@@ -130,11 +130,11 @@ def smoke() -> Iterator[Finding]:
     """Yields whether outputs and gradients of a few calls match the oracle."""
     cases = [case for case in conformance.CASES if case.name in SMOKE]
     for verdict in conformance.check(flash_attention, cases):
-        told = verdict.detail
+        detail = verdict.detail
         if verdict.error is not None:
-            told = f"error {verdict.error:.2g}, allowed {verdict.allowed:.2g} {told}".rstrip()
+            detail = f"error {verdict.error:.2g}, allowed {verdict.allowed:.2g} {detail}".rstrip()
         right = verdict.verdict == conformance.RIGHT
-        yield Finding(f"smoke test, {verdict.case}", right, f"{verdict.verdict}, {told}")
+        yield Finding(f"smoke test, {verdict.case}", right, f"{verdict.verdict}, {detail}")
 
 
 def runs() -> dict[str, str]:
@@ -172,7 +172,7 @@ def timing() -> dict[str, Any]:
 
     readings = [(once(calls), once(2 * calls)) for _ in range(READINGS + 1)]
     fewer, more = zip(*readings[1:], strict=True)  # the first compiles
-    # The least of each: what disturbs a reading makes it longer.
+    # The minimum of each, because disturbances only make a reading longer.
     ms = (min(more) - min(fewer)) / calls
     batch, length, heads, head_dim = sizes
     flops = 4 * batch * heads * head_dim * length * (length + 1) / 2
@@ -192,7 +192,7 @@ def _several(number: int, q, k, v):
 
     def one(_, q):
         o = flash_attention(q, k, v, causal=True)
-        # One vector of O makes the next call wait, and leaves q as random as it was.
+        # With one vector of O in q the next call depends on this one, and q stays random.
         return jax.lax.dynamic_update_slice(q, o[:1, :1, :1], (0, 0, 0, 0))
 
     return jax.lax.fori_loop(0, number, one, q)
@@ -200,23 +200,26 @@ def _several(number: int, q, k, v):
 
 def examined(say: Callable[[Any], None]) -> dict[str, Any]:
     """Runs all checks and returns the report; calls `say` with each line as soon as it is known."""
-    found, gpus = versions(), driver()
-    say(", ".join(f"{name} {version}" for name, version in found.items()))
+    version_of, gpus = versions(), driver()
+    say(", ".join(f"{name} {version}" for name, version in version_of.items()))
     findings: list[Finding] = []
-    report: dict[str, Any] = {"versions": found, "gpus": gpus, "findings": findings}
-    for finding in installed(found, gpus):
+    report: dict[str, Any] = {"versions": version_of, "gpus": gpus, "findings": findings}
+    for finding in installed(version_of, gpus):
         findings.append(finding)
         say(finding)
     if all(finding.ok for finding in findings if finding.name == "device"):
         report["runs"] = runs()
-        say("  runs on: " + "; ".join(f"{what}: {x}" for what, x in report["runs"].items()))
+        say(
+            "  runs on: "
+            + "; ".join(f"{call}: {backend}" for call, backend in report["runs"].items())
+        )
         for finding in smoke():
             findings.append(finding)
             say(finding)
-        took = report["timing"] = timing()
-        say(f"  {took['call']}: {took['ms']} ms, {took['tflops']} TFLOP/s ({took['measured']})")
-        if took["published"] is not None:
-            say(f"  published for this GPU: {took['published']} TFLOP/s")
+        speed = report["timing"] = timing()
+        say(f"  {speed['call']}: {speed['ms']} ms, {speed['tflops']} TFLOP/s ({speed['measured']})")
+        if speed["published"] is not None:
+            say(f"  published for this GPU: {speed['published']} TFLOP/s")
     return report
 
 
@@ -226,15 +229,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--full", action="store_true", help="run every kernel; 20 minutes or more")
     coverage.add_options(parser.add_argument_group("options of --full"))
-    given = parser.parse_args(arguments)
-    if given.full:
+    options = parser.parse_args(arguments)
+    if options.full:
         run.prepare()  # before jax takes most of the GPU's memory for this process
-    report = examined((lambda line: None) if given.json else partial(print, flush=True))
+    report = examined((lambda line: None) if options.json else partial(print, flush=True))
     findings = report["findings"]
     wrong = sum(not finding.ok for finding in findings)
-    if given.json:
-        told = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({"ok": not wrong, **report, "findings": told}, indent=1))
+    if options.json:
+        as_dicts = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"ok": not wrong, **report, "findings": as_dicts}, indent=1))
     else:
         print(f"{wrong} of {len(findings)} checks are wrong" if wrong else "All is well.")
-    return int(bool(wrong) or (given.full and not coverage.full(given)))
+    return int(bool(wrong) or (options.full and not coverage.full(options)))

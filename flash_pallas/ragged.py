@@ -329,9 +329,9 @@ def _fitted(backend: Backend, spec: RaggedSpec, operands: RaggedOperands) -> Out
 
 
 @_attend.defjvp
-def _no_derivative(backend, spec, primals, given):
+def _no_derivative(backend, spec, primals, tangents):
     out = _attend(backend, spec, *primals)
-    return out, undifferentiable.tangents(out, given, NO_DERIVATIVE)
+    return out, undifferentiable.tangents(out, tangents, NO_DERIVATIVE)
 
 
 NO_DERIVATIVE = (

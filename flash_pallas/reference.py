@@ -62,7 +62,7 @@ def attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if m.scale is None else m.scale
     scores = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision=lax.Precision.HIGHEST)
     keep = m.visible(scores.shape)
-    weights, lse, most = m.softmax(m.logits(scores, keep, rounded=rounded_logits), keep)
+    weights, lse, largest = m.softmax(m.logits(scores, keep, rounded=rounded_logits), keep)
     if m.dropout_rate:
         weights = jnp.where(m.kept(scores.shape), weights * dropout.gain(m.dropout_rate), 0.0)
     o = jnp.einsum("bnts,bsnh->btnh", weights, v, precision=lax.Precision.HIGHEST)
@@ -71,7 +71,7 @@ def attention(
         o = jnp.where(empty, mean, o)
     o = m.cleared_queries(o)
     o = o if full_precision else o.astype(dtype)
-    return (o, lse, most) if max_logit else (o, lse)
+    return (o, lse, largest) if max_logit else (o, lse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Modifiers:
         i, j = self._positions(scores.shape)
         sum_of = _rounded if rounded else lambda x: x
         if self.bias is not None:
-            # What is hidden may be NaN, and a NaN would find its way into gradients.
+            # Hidden scores may be NaN, and a NaN would reach the gradients.
             scores = sum_of(scores + jnp.where(keep, self.bias.astype(scores.dtype), 0.0))
         if self.alibi_slopes is not None:
             distance = jnp.abs(i - j).astype(scores.dtype)
@@ -166,9 +166,9 @@ class Modifiers:
     def softmax(self, scores, keep):
         """Computes (weights, log-sum-exp, row max) of scores; sinks count in the first two."""
         keep = keep & (scores > -jnp.inf)
-        most = jnp.max(jnp.where(keep, scores, -jnp.inf), axis=-1, initial=-jnp.inf)
-        most = lax.stop_gradient(most)
-        shift = most
+        largest = jnp.max(jnp.where(keep, scores, -jnp.inf), axis=-1, initial=-jnp.inf)
+        largest = lax.stop_gradient(largest)
+        shift = largest
         if self.sinks is not None:
             sinks = self._per_head(self.sinks, scores)[..., 0]
             shift = jnp.maximum(shift, lax.stop_gradient(sinks))
@@ -185,15 +185,15 @@ class Modifiers:
         if self.q_lengths is not None:
             rows = _within(self.q_lengths, scores.shape[2])[:, None]
             lse = jnp.where(rows, lse, -jnp.inf)
-        return weights / divisor[..., None], lse, most
+        return weights / divisor[..., None], lse, largest
 
     def kept(self, shape):
         """Returns the dropout mask, bool[B, N, T, S], True for weights that are kept."""
         batch, heads = (1, 1) if self.broadcast_dropout else shape[:2]
         keys = dropout.call_keys(dropout.seed_words(self.dropout_seed), batch, heads)
         places = dataclasses.replace(self, q_positions=None, kv_positions=None)._positions(shape)
-        found = dropout.keep(keys[..., None, None], *places, self.dropout_rate)
-        return jnp.broadcast_to(found, shape)
+        keep = dropout.keep(keys[..., None, None], *places, self.dropout_rate)
+        return jnp.broadcast_to(keep, shape)
 
     def _positions(self, shape):
         """Returns the positions of queries and of keys, int32[B, 1, T, 1] and [B or 1, 1, 1, S]."""
@@ -221,7 +221,7 @@ class Modifiers:
 
 def _rounded(x):
     """Rounds x to float32, with the gradient of x."""
-    # Not by converting it there and back, which XLA leaves out on a GPU.
+    # Not by a conversion there and back, which XLA removes on a GPU.
     rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
     return x + lax.stop_gradient(jnp.where(jnp.isfinite(x), rounded - x, 0.0))
 

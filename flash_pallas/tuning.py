@@ -130,7 +130,7 @@ def prepare(q, k, v, arguments: Arguments, backend: str = "auto") -> Trial:
             "tile sizes by: pass blocks="
         )
     path = tables.user_path()
-    tables.check_writable(path)  # before a minute of work
+    tables.check_writable(path)  # before timing, which takes a minute
     return Trial(name, path, compiled(chosen, call))
 
 
@@ -138,7 +138,7 @@ class Program(NamedTuple):
     """A compiled program of `count` calls with one choice of tile sizes; runs as program(*args)."""
 
     fields: dict[str, Any]
-    program: Any
+    program: jax.stages.Compiled
     args: tuple
     count: int
 
@@ -159,12 +159,12 @@ class Trial:
         """
         blocks, gain, times = {}, {}, {}
         for kernel, programs in self.programs.items():
-            found = readings(programs)
-            best, ratio = fastest(found)
+            runtimes = readings(programs)
+            best, ratio = fastest(runtimes)
             gain[kernel] = round(ratio, 3)
             if best:
                 blocks[kernel] = programs[best].fields
-            medians = map(statistics.median, found)
+            medians = map(statistics.median, runtimes)
             times[kernel] = [(p.fields, ms) for p, ms in zip(programs, medians, strict=True)]
         tables.store(self.path, self.name, blocks, gain)
         dispatch.forget_tiles()
@@ -251,8 +251,8 @@ def _backward(backend: Backend, call: Call, tiles, residuals):
 def _repetitions(call: Call, products: int) -> int:
     """Returns the number of calls in one reading."""
     p = call.problem
-    work = 2 * products * p.batch * p.q_heads * p.q_len * p.kv_len * p.head_dim
-    return min(max(math.ceil(TARGET_SECONDS * ASSUMED_FLOPS / work), 4), 200)
+    flops = 2 * products * p.batch * p.q_heads * p.q_len * p.kv_len * p.head_dim
+    return min(max(math.ceil(TARGET_SECONDS * ASSUMED_FLOPS / flops), 4), 200)
 
 
 def _repeated(step, x, count: int):
@@ -263,13 +263,13 @@ def _repeated(step, x, count: int):
     reads.
     """
     first = (0,) * x.ndim
-    one = (1,) * x.ndim
+    size = (1,) * x.ndim
 
     def body(x, _):
-        head = lax.dynamic_slice(x, first, one)
+        head = lax.dynamic_slice(x, first, size)
         for y in jax.tree.leaves(step(x)):
             element = lax.dynamic_slice(y, (0,) * y.ndim, (1,) * y.ndim)
-            head = head + 0 * element.reshape(one).astype(x.dtype)
+            head = head + 0 * element.reshape(size).astype(x.dtype)
         return lax.dynamic_update_slice(x, head, first), None
 
     return lax.scan(body, x, length=count)[0]
@@ -289,12 +289,12 @@ def readings(programs: list[Program]) -> list[list[float]]:
     """
     for program in programs:
         milliseconds(program)  # the first run loads the kernel
-    found: list[list[float]] = [[] for _ in programs]
+    runtimes: list[list[float]] = [[] for _ in programs]
     for turn in range(ROUNDS):
         first = turn % len(programs)
         for index in [*range(first, len(programs)), *range(first)]:
-            found[index].append(milliseconds(programs[index]))
-    return found
+            runtimes[index].append(milliseconds(programs[index]))
+    return runtimes
 
 
 def fastest(times: list[list[float]]) -> tuple[int, float]:

@@ -230,18 +230,18 @@ def _as_one(q, k, v, places, options: dict[str, Any]) -> tuple[tuple[Any, Any, A
     reads = mods or any(options[name] is not None for name in ("window", "alibi_slopes"))
     needed = (reads or options["causal"]) and cu_seqlens_kv is not None
     aligned = _alignment(alignment, needed=needed)
-    # Of what the caller gave: arrays of ints are traced ones inside of `explain`.
-    known = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-    lengths = _length(known[0], of_q, len(q)), _length(known[1], of_kv, len(k))
+    # As the caller passed them: inside `explain`, arrays of ints are traced once converted.
+    originals = cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    lengths = _length(originals[0], of_q, len(q)), _length(originals[1], of_kv, len(k))
     documents = _Documents.of(of_q, of_kv, (len(q), len(k)), aligned)._replace(lengths=lengths)
     if cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q:
         documents = documents._replace(q_positions=None)
     causal = bool(options["causal"])
     hidden = documents.by_ids() if mods else documents.by_intervals(causal=causal)
-    given: dict[str, Any] = options | hidden
+    arguments: dict[str, Any] = options | hidden
     for name in ("bias", "mask"):
-        given[name] = _with_batch(name, given[name])
-    return (q[None], k[None], v[None]), Arguments(**given)
+        arguments[name] = _with_batch(name, arguments[name])
+    return (q[None], k[None], v[None]), Arguments(**arguments)
 
 
 class _Documents(NamedTuple):
@@ -305,9 +305,9 @@ def _ids(cu_seqlens, total: int):
     return jnp.where(index < cu_seqlens[-1], ids, -1)
 
 
-def _length(given, cu_seqlens, total: int):
+def _length(original, cu_seqlens, total: int):
     """Returns int32[1], the number of rows that are no padding; None if that is known to be all."""
-    if checks.is_known(given) and int(checks.known(given)[-1]) == total:
+    if checks.is_known(original) and int(checks.known(original)[-1]) == total:
         return None
     return cu_seqlens[-1:]
 
@@ -335,20 +335,20 @@ def _check_packed(q, k, v) -> None:
 
 def _cu_seqlens(name: str, value, total: int):
     """Checks cumulative lengths; returns them as int32[documents + 1]."""
-    found = checks.as_int32(name, value)
-    if found.ndim != 1 or len(found) < 2:
+    cu_seqlens = checks.as_int32(name, value)
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(
-            f"{name} has shape {found.shape}: it must be [documents + 1], as in jnp.array([0, 100, "
-            "120]) for lengths 100 and 20"
+            f"{name} has shape {cu_seqlens.shape}: it must be [documents + 1], as in jnp.array([0, "
+            "100, 120]) for lengths 100 and 20"
         )
-    if checks.is_known(value):  # `found` is traced under jit, even where the caller's is known
+    if checks.is_known(value):  # `cu_seqlens` is traced under jit, even where `value` is known
         known = checks.known(value)
         if known[0] != 0 or np.any(np.diff(known) < 0) or known[-1] > total:
             raise ValueError(
                 f"{name} is {known}: it must begin with 0, never decrease, and end at most at the "
                 f"number of rows, {total}; it is the cumulative sum of lengths, with a 0 in front"
             )
-    return found
+    return cu_seqlens
 
 
 def _with_batch(name: str, x):

@@ -37,8 +37,8 @@ class Band:
         """Returns the hull, which is exact if one of the two holds the other."""
         pairs = list(zip(self._sides, other._sides, strict=True))
         left, right = (None if None in pair else max(pair) for pair in pairs)
-        whole = any(b.exact and b._sides == (left, right) for b in (self, other))
-        return Band(left, right, exact=whole)
+        exact = any(b.exact and b._sides == (left, right) for b in (self, other))
+        return Band(left, right, exact=exact)
 
     @property
     def _sides(self) -> tuple[Any, Any]:
@@ -96,13 +96,13 @@ def band_of(mask_mod: Callable) -> Band:
     closed = jax.make_jaxpr(mask_mod)(*(jax.ShapeDtypeStruct((), jnp.int32),) * 4)
     tape, names = Tape(), [object() for _ in range(4)]
     (result,) = tape.inline(closed.jaxpr, closed.consts, names)
-    found: dict[Any, _Sum | Band | None] = {names[2]: _Sum(1, 0, 0), names[3]: _Sum(0, 1, 0)}
+    symbolic: dict[Any, _Sum | Band | None] = {names[2]: _Sum(1, 0, 0), names[3]: _Sum(0, 1, 0)}
     for value, constant in tape.constants.items():
-        found[value] = _constant(constant)
-    read = lambda x: _constant(x.val) if isinstance(x, Literal) else found.get(x)
+        symbolic[value] = _constant(constant)
+    read = lambda x: _constant(x.val) if isinstance(x, Literal) else symbolic.get(x)
     for primitive, params, operands, results in tape.equations:
         if len(results) == 1:
-            found[results[0]] = _step(primitive.name, params, [read(x) for x in operands])
+            symbolic[results[0]] = _step(primitive.name, params, [read(x) for x in operands])
     answer = read(result)
     return answer if isinstance(answer, Band) else ANY
 
@@ -118,22 +118,22 @@ def _constant(x) -> _Sum | Band | None:
     return _Sum(0, 0, int(x)) if known else None
 
 
-def _step(name: str, params, given: list) -> _Sum | Band | None:
+def _step(name: str, params, operands: list) -> _Sum | Band | None:
     """Returns what one equation computes; None is unknown."""
     if name in ("and", "or"):
-        a, b = (x if isinstance(x, Band) else ANY for x in given)
+        a, b = (x if isinstance(x, Band) else ANY for x in operands)
         return a & b if name == "and" else a | b
     if name == "convert_element_type":
-        kept = isinstance(given[0], Band) and params["new_dtype"] == jnp.bool_
-        kept |= isinstance(given[0], _Sum) and params["new_dtype"] == jnp.int32
-        return given[0] if kept else None
-    if not given or not all(isinstance(x, _Sum) for x in given):
+        kept = isinstance(operands[0], Band) and params["new_dtype"] == jnp.bool_
+        kept |= isinstance(operands[0], _Sum) and params["new_dtype"] == jnp.int32
+        return operands[0] if kept else None
+    if not operands or not all(isinstance(x, _Sum) for x in operands):
         return None
     if name == "neg":
-        return _Sum(0, 0, 0).plus(given[0], -1)
+        return _Sum(0, 0, 0).plus(operands[0], -1)
     if name in ("add", "sub"):
-        return given[0].plus(given[1], 1 if name == "add" else -1)
-    return _compared(name, *given) if name in COMPARISONS else None
+        return operands[0].plus(operands[1], 1 if name == "add" else -1)
+    return _compared(name, *operands) if name in COMPARISONS else None
 
 
 def _compared(name: str, x: _Sum, y: _Sum) -> Band | None:

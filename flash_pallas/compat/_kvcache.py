@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..api import flash_attention_with_lse
-from ..cache import check_fits, gather_pages
+from ..cache import KVCache, check_fits, gather_pages
 from ..core.decode import PAGE_SIZES, STEP_TOKENS
 from ..core.rope import wide_dtype
 from ..decode import flash_decode
@@ -95,7 +95,7 @@ class Rotation:
         return jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)
 
 
-def attend(q, cache: Any, scores: Scores, reading: Reading):
+def attend(q, cache: KVCache, scores: Scores, reading: Reading):
     """Returns (o, lse) of queries at the end of a cache."""
     tokens, lengths = jnp.shape(q)[1], cache.lengths
     left, right = scores.window
@@ -113,7 +113,7 @@ def attend(q, cache: Any, scores: Scores, reading: Reading):
             cache.v,
             kv_lengths=lengths,
             kv_starts=reading.starts,
-            # From there on a query sees every key; nothing else looks at its position.
+            # At this position a query sees every key. Nothing else depends on it.
             q_offset=lengths if sees_all else None,
             window=None if left is None else (left, None),
             softcap=scores.softcap,

@@ -27,27 +27,28 @@ def check_heads_first(arrays: dict[str, Any], enable_gqa: bool, *, has_heads: bo
         ValueError: the arrays do not fit together, or heads differ without `enable_gqa`.
     """
     shapes = [tuple(validate.as_array(name, x).shape) for name, x in arrays.items()]
-    told = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
+    described = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
     query, key, value = arrays
     layout = f"the layout is [*batch, {'heads, ' * has_heads}length, head_dim]"
     if min(map(len, shapes)) < 3 or len({len(shape) for shape in shapes}) > 1:
         raise ValueError(
-            f"{query}, {key} and {value} must have the same rank, at least 3, got {told}: {layout}"
+            f"{query}, {key} and {value} must have the same rank, at least 3, got {described}: "
+            f"{layout}"
         )
     q, k, v = shapes if has_heads else [(*x[:-2], 1, *x[-2:]) for x in shapes]
     if not q[:-3] == k[:-3] == v[:-3]:
         raise ValueError(
-            f"the batch dimensions differ ({told}): repeat the smaller with jnp.broadcast_to; "
+            f"the batch dimensions differ ({described}): repeat the smaller with jnp.broadcast_to; "
             f"{layout}"
         )
     if k[-3:-1] != v[-3:-1]:
         raise ValueError(
-            f"{key} and {value} differ in heads or length ({told}): each key needs its value; "
+            f"{key} and {value} differ in heads or length ({described}): each key needs its value; "
             f"{layout}"
         )
     if q[-1] != k[-1]:
         raise ValueError(
-            f"{query} and {key} differ in head_dim ({told}): it must be the same; {layout}"
+            f"{query} and {key} differ in head_dim ({described}): it must be the same; {layout}"
         )
     if q[-3] != k[-3] and not enable_gqa:
         raise ValueError(

@@ -44,11 +44,11 @@ class Scores:
     def options(self) -> dict[str, Any]:
         """Returns the arguments of `flash_attention`."""
         window = None if self.window == (None, None) else self.window
-        found = {"scale": self.scale, "causal": self.causal, "window": window}
-        found["softcap"] = self.softcap
+        options = {"scale": self.scale, "causal": self.causal, "window": window}
+        options["softcap"] = self.softcap
         if self.caps_before_alibi:
-            return {**found, "score_mod": _alibi(jnp.asarray(self.slopes))}
-        return {**found, "alibi_slopes": self.slopes}
+            return {**options, "score_mod": _alibi(jnp.asarray(self.slopes))}
+        return {**options, "alibi_slopes": self.slopes}
 
 
 def _alibi(slopes):

@@ -40,7 +40,7 @@ NAMES = {
     "for a batch call flash_attention": "for a batch call flash_attn_func",
 }
 WORDS = Words(NAMES)
-# Of a cache that is read: k and v are what is new.
+# For calls that read a cache: flash-attn's k and v are the new tokens.
 CACHE_WORDS = Words(
     NAMES
     | {
@@ -282,7 +282,7 @@ def flash_attn_varlen_func(
     options: dict[str, Any] = {"deterministic": deterministic, **scores.options()}
     with WORDS:
         options |= _dropout(dropout_p, dropout_seed)
-        found: Any = flash_attention_varlen(
+        o: Any = flash_attention_varlen(
             q,
             k,
             v,
@@ -291,7 +291,7 @@ def flash_attn_varlen_func(
             alignment="end",
             **options,
         )
-    return found
+    return o
 
 
 class _KVCacheOptions(TypedDict, total=False):
@@ -485,11 +485,11 @@ def flash_attn_with_kvcache(
         with APPEND_WORDS:
             cache = append_kv(cache, k, v, page_table=block_table)
     with CACHE_WORDS:
-        out = attend(q, cache, scores, Reading(block_table, cache_leftpad, num_splits))
-    out = out if return_softmax_lse else out[:1]
+        outputs = attend(q, cache, scores, Reading(block_table, cache_leftpad, num_splits))
+    outputs = outputs if return_softmax_lse else outputs[:1]
     if k is not None:
-        out = (*out, rows.written(k_cache, cache.k), rows.written(v_cache, cache.v))
-    return out if len(out) > 1 else out[0]
+        outputs = (*outputs, rows.written(k_cache, cache.k), rows.written(v_cache, cache.v))
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _dropout(dropout_p, dropout_seed) -> dict[str, Any]:

@@ -110,18 +110,18 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """Returns a mask_mod that shows what any of these shows; of none, no key (torch 2.13)."""
-    return _joined(jnp.logical_or, mask_mods or (lambda *where: jnp.bool_(False),))
+    return _joined(jnp.logical_or, mask_mods or (lambda *indices: jnp.bool_(False),))
 
 
 def _joined(join: Callable, mask_mods: tuple[Callable, ...]) -> Callable:
     """Returns the mask_mod of one or several that are joined."""
-    for number, each in enumerate(mask_mods):
-        if not callable(each):
+    for number, mask_mod in enumerate(mask_mods):
+        if not callable(mask_mod):
             raise TypeError(
-                f"mask_mods[{number}] is {each!r}: each must be a mask_mod (b, h, q_idx, kv_idx); "
-                "those of a list are passed as and_masks(*masks)"
+                f"mask_mods[{number}] is {mask_mod!r}: each must be a mask_mod (b, h, q_idx, "
+                "kv_idx); those of a list are passed as and_masks(*masks)"
             )
-    return lambda *where: functools.reduce(join, (f(*where) for f in mask_mods))
+    return lambda *indices: functools.reduce(join, (mask_mod(*indices) for mask_mod in mask_mods))
 
 
 @suggested
@@ -352,17 +352,17 @@ def flex_attention(
         )
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     options = {"score_mod": score_mod, "scale": scale, "q_offset": 0, **_masking(block_mask, q, k)}
-    wanted = return_aux or AuxRequest(lse=return_lse)
+    request = return_aux or AuxRequest(lse=return_lse)
     with WORDS:
-        if wanted.max_scores:
+        if request.max_scores:
             o, *aux = flash_attention_with_max_logit(q, k, v, **options)
-        elif wanted.lse:
+        elif request.lse:
             o, *aux = (*flash_attention_with_lse(q, k, v, **options), None)
         else:
             o, aux = flash_attention(q, k, v, **options), (None, None)
     o = jnp.swapaxes(o, 1, 2)
     if return_aux is not None:
-        return o, AuxOutput(*(x if asked else None for x, asked in zip(aux, wanted, strict=True)))
+        return o, AuxOutput(*(x if asked else None for x, asked in zip(aux, request, strict=True)))
     return (o, aux[0]) if return_lse else o
 
 
@@ -372,10 +372,12 @@ def _masking(block_mask: BlockMask | None, q, k) -> dict[str, Any]:
         return {}
     if not isinstance(block_mask, BlockMask):
         kind = type(block_mask)
-        given = "an array" if checks.is_array(block_mask) else f"{kind.__module__}.{kind.__name__}"
+        type_name = (
+            "an array" if checks.is_array(block_mask) else f"{kind.__module__}.{kind.__name__}"
+        )
         raise TypeError(
             f"block_mask must come from create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN), got "
-            f"{given}; flash_pallas.flash_attention takes a flash_pallas.BlockMask"
+            f"{type_name}; flash_pallas.flash_attention takes a flash_pallas.BlockMask"
         )
     sizes = (jnp.shape(q)[0], jnp.shape(q)[2], jnp.shape(q)[1], jnp.shape(k)[1])
     broadcast = [made in (size, 1) for made, size in zip(block_mask.shape[:2], sizes, strict=False)]

@@ -112,7 +112,7 @@ def ragged_paged_attention(
             "sequences one after the other"
         )
     pages = _side_by_side(validate.as_array("kv_pages", kv_pages))
-    scales, after = _scales(pages, k_scale, v_scale)
+    scales, o_scale = _scales(pages, k_scale, v_scale)
     arguments = RaggedArguments(
         kv_lengths=kv_lens,
         page_table=page_indices,
@@ -127,7 +127,7 @@ def ragged_paged_attention(
     )
     with WORDS:
         o, _ = attended(*prepared(q, pages, None, arguments, "auto"))
-    return o if after == 1.0 else (o.astype(softmax.sum_dtype(o.dtype)) * after).astype(o.dtype)
+    return o if o_scale == 1.0 else (o.astype(softmax.sum_dtype(o.dtype)) * o_scale).astype(o.dtype)
 
 
 def _side_by_side(kv_pages):
@@ -148,7 +148,7 @@ def _scales(pages, k_scale, v_scale) -> tuple[dict[str, Any], float]:
     Pages in eight bits are scaled as they are read. Of others the scales are factors of all scores
     and of all values.
     """
-    k, v = (_number(*given) for given in (("k_scale", k_scale), ("v_scale", v_scale)))
+    k, v = _number("k_scale", k_scale), _number("v_scale", v_scale)
     if pages.dtype.name not in QUANTISED:
         return {"factor": k}, v
     heads = pages.shape[2]

@@ -68,9 +68,9 @@ class Mask:
     def __or__(self, other: Mask) -> Mask:
         return LogicalOr(self, other)
 
-    def __getitem__(self, at) -> np.ndarray:
+    def __getitem__(self, index) -> np.ndarray:
         """Returns a part of the mask as an array of bools, as in mask[:, :]."""
-        return _dense(_shown(self))[at]
+        return _dense(_shown(self))[index]
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: join masks by & and |, not by `and` and `or`")
@@ -265,10 +265,10 @@ class SplashAttentionKernel[Result]:
             )
         if self.is_mqa:
             k, v = k[None], v[None]
-        found = (*jnp.shape(q)[:1], *jnp.shape(q)[-2:-1], *jnp.shape(k)[-2:-1])
-        if found != (self.heads, *self.lengths):
+        sizes = (*jnp.shape(q)[:1], *jnp.shape(q)[-2:-1], *jnp.shape(k)[-2:-1])
+        if sizes != (self.heads, *self.lengths):
             raise ValueError(
-                f"q and k have (heads, queries, keys) = {found} and the mask "
+                f"q and k have (heads, queries, keys) = {sizes} and the mask "
                 f"{(self.heads, *self.lengths)}: make the kernel for these"
             )
         ids = {}
@@ -289,8 +289,8 @@ class SplashAttentionKernel[Result]:
                 **self.options,
             )
         o = jnp.swapaxes(o, -3, -2)
-        result: Any = (o, (lse,)) if self.save_residuals else o
-        return result
+        outputs: Any = (o, (lse,)) if self.save_residuals else o
+        return outputs
 
 
 class _Masks(Protocol):
@@ -392,7 +392,7 @@ def make_splash_mha(
     refuse("residual_checkpoint_name", residual_checkpoint_name, None, names)
     refuse("interpret", interpret, False, "leave it out, on a CPU the jnp version runs")
     if not isinstance(mask, (np.ndarray, jax.Array)):
-        options: dict[str, Any] = _options([_shown(each) for each in _masks(mask)])
+        options: dict[str, Any] = _options([_shown(head_mask) for head_mask in _masks(mask)])
     elif mask.ndim == 3:
         options = {"mask": jnp.asarray(mask)}
     else:
@@ -484,8 +484,8 @@ def _shown(mask) -> _Shown:
         a, b = _shown(mask.left), _shown(mask.right)
         join = operator.and_ if kind == "LogicalAnd" else operator.or_
         visible = lambda i, j: join(a.visible(i, j), b.visible(i, j))
-        whole = a.elementwise and b.elementwise
-        return _Shown((kind, a.key, b.key), join(a.band, b.band), visible, whole, shape)
+        elementwise = a.elementwise and b.elementwise
+        return _Shown((kind, a.key, b.key), join(a.band, b.band), visible, elementwise, shape)
     raise TypeError(
         f"mask is a {kind}, which is not known here: write it out, as in NumpyMask(mask[:, :])"
     )
@@ -503,12 +503,12 @@ def _band(kind: str, mask) -> Band:
 
 def _in_band(band: Band, i, j):
     """Returns whether key j lies in the band of query i."""
-    found = (i >= 0) & (j >= 0)
+    inside = (i >= 0) & (j >= 0)
     if band.left is not None:
-        found = found & (j >= i - band.left)
+        inside = inside & (j >= i - band.left)
     if band.right is not None:
-        found = found & (j <= i + band.right)
-    return found
+        inside = inside & (j <= i + band.right)
+    return inside
 
 
 def _options(shown: list[_Shown]) -> dict[str, Any]:
@@ -520,16 +520,16 @@ def _options(shown: list[_Shown]) -> dict[str, Any]:
         return {"mask": jnp.stack([jnp.asarray(_dense(x)) for x in kept])}
     hull = functools.reduce(operator.or_, (x.band for x in kinds))
     offset, window = _placed(hull)
-    found = {"q_offset": offset, "window": window}
+    options = {"q_offset": offset, "window": window}
     if len(kinds) == 1 and hull.exact:
-        return found
+        return options
     groups = jnp.asarray([list(distinct).index(x.key) for x in shown], jnp.int32)
 
     def mask_mod(b, n, i, j):
-        each = [(groups[n] == g) & x.visible(i - offset, j) for g, x in enumerate(kinds)]
-        return functools.reduce(operator.or_, each)
+        visible = [(groups[n] == g) & x.visible(i - offset, j) for g, x in enumerate(kinds)]
+        return functools.reduce(operator.or_, visible)
 
-    return {**found, "mask_mod": mask_mod}
+    return {**options, "mask_mod": mask_mod}
 
 
 def _placed(band: Band) -> tuple[int, tuple[int | None, int | None] | None]:

@@ -133,9 +133,9 @@ def scaled_dot_product_attention(
             "attn_mask is given and is_causal is True, which PyTorch's documentation excludes: put "
             "the causal mask into attn_mask, or call flash_attention(causal=True, mask=...)"
         )
-    named = {"query": query, "key": key, "value": value}
-    without_heads = {as_array(name, x).ndim for name, x in named.items()} == {3}
-    check_heads_first(named, enable_gqa, has_heads=not without_heads)
+    arrays_by_name = {"query": query, "key": key, "value": value}
+    without_heads = {as_array(name, x).ndim for name, x in arrays_by_name.items()} == {3}
+    check_heads_first(arrays_by_name, enable_gqa, has_heads=not without_heads)
     arrays = [_sequence_first(x, without_heads) for x in (query, key, value)]
     options: dict[str, Any] = {"causal": is_causal, "q_offset": 0, "scale": scale}
     if isinstance(attn_mask, CausalBias):

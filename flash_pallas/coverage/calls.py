@@ -24,7 +24,7 @@ EIGHT_BITS = ("int8", "float8_e4m3fn")
 SOFTCAP, DROPOUT, SEED = 3.0, 0.1, 7
 WINDOW = (150, 60)
 BLOCK = 128  # of a block mask
-# Tiles depend on sizes: those of calls as long as in use are run on short ones. (B, T, K)
+# Tile sizes depend on (B, T, K): with these options a short call runs with those of a long one.
 LONG = {"tiles of 4096": (4, 4096, 16), "tiles of 8192": (1, 8192, 2)}
 
 
@@ -64,8 +64,8 @@ class Row:
         head, _, options = key.partition(": ")
         target, function, wanted, sizes, dtype = head.split(" ")
         head_dim, v_head_dim = map(int, sizes.split("/"))
-        named = () if options == "plain" else tuple(options.split(", "))
-        return cls(target, function, wanted, head_dim, v_head_dim, dtype, named)
+        names = () if options == "plain" else tuple(options.split(", "))
+        return cls(target, function, wanted, head_dim, v_head_dim, dtype, names)
 
     @property
     def cache_dtype(self) -> str:
@@ -75,8 +75,8 @@ class Row:
     @property
     def page_size(self) -> int | None:
         """Keys of a page; None for a contiguous cache."""
-        found = [int(name.split()[-1]) for name in self.options if name.startswith("pages of")]
-        return found[0] if found else None
+        sizes = [int(name.split()[-1]) for name in self.options if name.startswith("pages of")]
+        return sizes[0] if sizes else None
 
 
 class Sizes(NamedTuple):
@@ -143,31 +143,31 @@ def _attention(row: Row) -> dict[str, Recipe]:
     if row.function == "attention":
         shape = (B, *shape[0]), (B, *shape[1])
     width, v_width = row.head_dim, row.v_head_dim
-    found = {
+    recipe_of = {
         "q": Recipe((*shape[0], width), dtype, _normal),
         "k": Recipe((*shape[1], width), dtype, _normal),
         "v": Recipe((*shape[1], v_width), dtype, _normal),
     }
     if row.function == "varlen":
-        found["cu_seqlens_q"] = Recipe((4,), "int32", _constant([0, 71, 71, T - 5]))
+        recipe_of["cu_seqlens_q"] = Recipe((4,), "int32", _constant([0, 71, 71, T - 5]))
         if "other keys" in row.options:
-            found["cu_seqlens_kv"] = Recipe((4,), "int32", _constant([0, 130, 140, S - 3]))
+            recipe_of["cu_seqlens_kv"] = Recipe((4,), "int32", _constant([0, 130, 140, S - 3]))
         else:
             for name in "kv":
-                found[name] = found[name]._replace(shape=(T, *found[name].shape[1:]))
+                recipe_of[name] = recipe_of[name]._replace(shape=(T, *recipe_of[name].shape[1:]))
             S = T
     scores = (B, N, T, S)[4 - (4 if row.function == "attention" else 3) :]
-    one = lambda *axes: tuple(1 if i in axes else size for i, size in enumerate((B, N, T, S)))
+    with_ones = lambda *axes: tuple(1 if i in axes else size for i, size in enumerate((B, N, T, S)))
     every = {
         "bias": ("bias", Recipe(scores, dtype, _normal)),
         "hiding bias": ("bias", Recipe(scores, dtype, _hiding)),
         "float32 bias": ("bias", Recipe(scores, "float32", _normal)),
         "bias without gradient": ("bias", Recipe(scores, dtype, _normal)),
-        "shared bias": ("bias", Recipe(one(0), dtype, _normal)),
-        "bias of keys": ("bias", Recipe(one(0, 2), dtype, _normal)),
-        "bias of queries": ("bias", Recipe(one(0, 3), dtype, _normal)),
+        "shared bias": ("bias", Recipe(with_ones(0), dtype, _normal)),
+        "bias of keys": ("bias", Recipe(with_ones(0, 2), dtype, _normal)),
+        "bias of queries": ("bias", Recipe(with_ones(0, 3), dtype, _normal)),
         "mask": ("mask", Recipe(scores, "bool", _mostly)),
-        "mask of keys": ("mask", Recipe(one(1, 2), "bool", _mostly)),
+        "mask of keys": ("mask", Recipe(with_ones(1, 2), "bool", _mostly)),
         "ALiBi": ("alibi_slopes", Recipe((N,), "float32", _uniform(0.01, 0.06))),
         "sinks": ("sinks", Recipe((N,), "float32", _uniform(0.0, 3.0))),
         "dropout": ("dropout_seed", Recipe((), "int32", _constant(SEED))),
@@ -176,20 +176,20 @@ def _attention(row: Row) -> dict[str, Recipe]:
         "traced window": ("window_left", Recipe((B,), "int32", _constant([100, 180][:B]))),
         "lists": ("kv_indices", Recipe((1, 1, 3, 2), "int32", _constant(LISTS))),
     }
-    found |= dict(every[name] for name in row.options if name in every)
+    recipe_of |= dict(every[name] for name in row.options if name in every)
     if "segments" in row.options:
         for side, length in (("q", T), ("kv", S)):
             ids = np.minimum(np.arange(length) // 110, 1) - (np.arange(length) >= length - 9)
             ids = np.where(np.arange(length) >= length - 9, -1, ids)
-            found[f"{side}_segment_ids"] = Recipe((B, length), "int32", _constant(ids))
+            recipe_of[f"{side}_segment_ids"] = Recipe((B, length), "int32", _constant(ids))
     if "lengths" in row.options:
-        found["q_lengths"] = Recipe((B,), "int32", _constant([T, T - 60]))
-        found["kv_lengths"] = Recipe((B,), "int32", _constant([S - 17, S - 130]))
+        recipe_of["q_lengths"] = Recipe((B,), "int32", _constant([T, T - 60]))
+        recipe_of["kv_lengths"] = Recipe((B,), "int32", _constant([S - 17, S - 130]))
     if "positions" in row.options:
         for side, length in (("q", T), ("kv", S)):
             places = np.arange(length) + np.arange(length) // 50 * 3
-            found[f"{side}_positions"] = Recipe((B, length), "int32", _constant(places))
-    return found
+            recipe_of[f"{side}_positions"] = Recipe((B, length), "int32", _constant(places))
+    return recipe_of
 
 
 LISTS = [[[[0, -1], [1, 0], [2, 1]]]]
@@ -200,7 +200,7 @@ LISTS = [[[[0, -1], [1, 0], [2, 1]]]]
 
 def _cache_sizes(row: Row) -> Sizes:
     has, page = set(row.options), row.page_size or 16
-    T, N, K = 1, 8, 2  # four rows: a token of a group of four heads
+    T, N, K = 1, 8, 2  # four rows: one token of four heads
     if "24 rows" in has:
         T = 6
     if "96 rows" in has:
@@ -222,21 +222,21 @@ def _cache(row: Row) -> dict[str, Recipe]:
     else:
         values = _normal
     shape = (100, N) if row.function == "ragged" else (B, T, N)
-    found = {
+    recipe_of = {
         "q": Recipe((*shape, row.head_dim), row.dtype, _normal),
         "k": Recipe((entries, length, K, row.head_dim), cache, values),
         "v": Recipe((entries, length, K, row.v_head_dim), cache, values),
         "kv_lengths": Recipe((B,), "int32", _constant([S - 3, 0, 130, 77][:B])),
     }
     if "values in keys" in has:
-        del found["v"]
+        del recipe_of["v"]
     if row.function == "ragged":
-        found["kv_lengths"] = Recipe((B,), "int32", _constant([S - 3, 130, 50, 77]))
+        recipe_of["kv_lengths"] = Recipe((B,), "int32", _constant([S - 3, 130, 50, 77]))
         ends = [0, 85, 91, 91, 94] if "steps of 8" in has else [0, 90, 91, 91, 94]
-        found["cu_q_lens"] = Recipe((5,), "int32", _constant(ends))
+        recipe_of["cu_q_lens"] = Recipe((5,), "int32", _constant(ends))
     if page is not None:
         draw = functools.partial(_table, shares="shared prefix" in has, entries=entries)
-        found["page_table"] = Recipe((B, S // page), "int32", draw)
+        recipe_of["page_table"] = Recipe((B, S // page), "int32", draw)
     every = {
         "sinks": ("sinks", Recipe((N,), "float32", _uniform(0.0, 3.0))),
         "ALiBi": ("alibi_slopes", Recipe((N,), "float32", _uniform(0.01, 0.06))),
@@ -246,14 +246,14 @@ def _cache(row: Row) -> dict[str, Recipe]:
         "blocks": ("kv_blocks", Recipe((B, 1, 4), "int32", _constant([3, 0, -1, 3]))),
         "drafts": ("draft_mask", Recipe((B, T, T), "bool", _trees)),
     }
-    found |= dict(every[name] for name in row.options if name in every)
+    recipe_of |= dict(every[name] for name in row.options if name in every)
     if scaled:
         shape = (entries, K) if "scales of rows" in has else (K,)
         size = 64.0 if cache == "int8" else 1.0
         for name in ("k_scale", "v_scale"):
-            if name[0] in found:
-                found[name] = Recipe(shape, "float32", _uniform(0.5 / size, 1.5 / size))
-    return found
+            if name[0] in recipe_of:
+                recipe_of[name] = Recipe(shape, "float32", _uniform(0.5 / size, 1.5 / size))
+    return recipe_of
 
 
 def _table(rng, shape, *, shares: bool, entries: int):
@@ -301,29 +301,29 @@ def static(row: Row) -> dict[str, Any]:
         "values in keys": {"v_head_dim": row.v_head_dim},
         "other keys": {"alignment": "end"},
     }
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name in row.options:
-        found |= every.get(name, {})
+        options |= every.get(name, {})
     if row.wanted in ("tangents", "linear", "hessian"):
-        found["differentiable"] = "any"
-    return found
+        options["differentiable"] = "any"
+    return options
 
 
 def arguments(row: Row, arrays: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Returns the arguments of the public function, by position and by name."""
-    given = dict(arrays)
-    q, k, v = (given.pop(name, None) for name in "qkv")
+    remaining = dict(arrays)
+    q, k, v = (remaining.pop(name, None) for name in "qkv")
     named = static(row)
-    if (strength := given.pop("strength", None)) is not None:
+    if (strength := remaining.pop("strength", None)) is not None:
         named["score_mod"] = _score_mod(strength)
     if "mask_mod" in row.options:
         named["mask_mod"] = mask_mod
-    if (left := given.pop("window_left", None)) is not None:
+    if (left := remaining.pop("window_left", None)) is not None:
         named["window"] = (left, WINDOW[1])
-    if (index := given.pop("kv_indices", None)) is not None:
+    if (index := remaining.pop("kv_indices", None)) is not None:
         lengths = {"q_len": q.shape[-3], "kv_len": k.shape[-3]}
         named["block_mask"] = BlockMask.from_indices(index, block=(BLOCK, BLOCK), **lengths)
-    return (q, k, v), named | given
+    return (q, k, v), named | remaining
 
 
 def _score_mod(strength):
@@ -350,12 +350,12 @@ def function_of(row: Row) -> Callable:
 
 
 def explained(row: Row, backend: str) -> ExplainedCall:
-    """Returns what `explain` says of the row."""
+    """Returns what `explain` reports for the call of the row."""
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in recipes(row).items()}
 
     def call(arrays):
-        given, named = arguments(row, arrays)
-        function_of(row)(*given, **named, backend=backend)
+        positional, named = arguments(row, arrays)
+        function_of(row)(*positional, **named, backend=backend)
 
     return first_call(call, shapes)
 
@@ -381,19 +381,19 @@ def moving(row: Row, arrays: dict[str, Any]) -> list[str]:
 
 def poisoned(row: Row, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the arrays with NaN in what lengths and starts hide, which may be anything."""
-    found = dict(arrays)
+    with_nan = dict(arrays)
     if row.wanted not in ("gradient", "output"):
-        return found
+        return with_nan
     if "q_lengths" in arrays:
         for names, side in (("q", "q"), ("kv", "kv")):
             for name in names:
                 beyond = np.arange(arrays[name].shape[1]) >= arrays[f"{side}_lengths"][:, None]
-                found[name] = np.where(beyond[..., None, None], np.nan, arrays[name])
+                with_nan[name] = np.where(beyond[..., None, None], np.nan, arrays[name])
     contiguous = row.function == "decode" and "page_table" not in arrays
     if contiguous and row.cache_dtype == row.dtype and "kv_blocks" not in arrays:
         key = np.arange(arrays["k"].shape[1])
         hidden = key >= arrays["kv_lengths"][:, None]
         hidden |= key < arrays.get("kv_starts", np.zeros(1, int))[:, None]
         for name in {"k", "v"} & set(arrays):
-            found[name] = np.where(hidden[..., None, None], np.nan, arrays[name])
-    return {name: x.astype(arrays[name].dtype) for name, x in found.items()}
+            with_nan[name] = np.where(hidden[..., None, None], np.nan, arrays[name])
+    return {name: x.astype(arrays[name].dtype) for name, x in with_nan.items()}

@@ -45,23 +45,23 @@ def program(row: Row, target: Target) -> Callable:
         fixed["blocks"] = blocks
 
     def outputs(moving, others):
-        given, named = calls.arguments(row, others | moving)
-        o, lse = calls.function_of(row)(*given, **named, **fixed)
+        positional, named = calls.arguments(row, others | moving)
+        o, lse = calls.function_of(row)(*positional, **named, **fixed)
         return {"o": o, "lse": lse}
 
     def gradient(moving, others, moves):
-        found, pull = jax.vjp(lambda x: outputs(x, others), moving)
+        o_and_lse, pull = jax.vjp(lambda x: outputs(x, others), moving)
         (grads,) = pull({"o": moves["do"], "lse": moves["dlse"]})
-        return found | {f"d{name}": x for name, x in grads.items()}
+        return o_and_lse | {f"d{name}": x for name, x in grads.items()}
 
     def tangents(moving, others, moves):
-        of = lambda x: outputs(x, others)
+        of_moving = lambda x: outputs(x, others)
         if row.wanted == "linear":
-            found, push = jax.linearize(of, moving)
+            o_and_lse, push = jax.linearize(of_moving, moving)
             moved = push(moves)
         else:
-            found, moved = jax.jvp(of, (moving,), (moves,))
-        return found | {f"{name}_tangent": x for name, x in moved.items()}
+            o_and_lse, moved = jax.jvp(of_moving, (moving,), (moves,))
+        return o_and_lse | {f"{name}_tangent": x for name, x in moved.items()}
 
     def hessian(moving, others, moves):
         cotangents = {name: others[name] for name in ("do", "dlse")}
@@ -73,8 +73,8 @@ def program(row: Row, target: Target) -> Callable:
     def output(moving, others, moves):
         return outputs(moving, others)
 
-    whole = {"gradient": gradient, "hessian": hessian, "output": output}
-    return whole.get(row.wanted, tangents)
+    programs = {"gradient": gradient, "hessian": hessian, "output": output}
+    return programs.get(row.wanted, tangents)
 
 
 def arrays_of(row: Row) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -115,34 +115,34 @@ def lowered(row: Row, target: Target, *arguments) -> Any:
 def digest(row: Row, target: Target) -> str:
     """Returns the digest of the row's kernels; needs no GPU."""
     of_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    given = jax.tree.map(of_shape, parts(row, *arrays_of(row)))
+    shapes = jax.tree.map(of_shape, parts(row, *arrays_of(row)))
     with target.placed():
-        return digests.of(lowered(row, target, *given))
+        return digests.of(lowered(row, target, *shapes))
 
 
 def run(row: Row, target: Target) -> Result:
     """Runs a row on the GPU here, or under the interpreter."""
     arrays, moves = arrays_of(row)
-    given = jax.tree.map(jnp.asarray, parts(row, calls.poisoned(row, arrays), moves))
+    operands = jax.tree.map(jnp.asarray, parts(row, calls.poisoned(row, arrays), moves))
     with target.placed():
-        made = lowered(row, target, *given)
-        name = "" if target.interpret else digests.of(made)
-        compiled = (made.lower() if target.interpret else made).compile()
-        found = compiled(*given)
-    found = {n: np.asarray(x).astype(np.float64) for n, x in found.items()}
-    return compared(row, name, found, expected.Expected(row, arrays, moves), arrays)
+        lowered_row = lowered(row, target, *operands)
+        name = "" if target.interpret else digests.of(lowered_row)
+        compiled = (lowered_row.lower() if target.interpret else lowered_row).compile()
+        computed = compiled(*operands)
+    computed = {n: np.asarray(x).astype(np.float64) for n, x in computed.items()}
+    return compared(row, name, computed, expected.Expected(row, arrays, moves), arrays)
 
 
-def compared(row: Row, digest: str, found, right: expected.Expected, arrays) -> Result:
+def compared(row: Row, digest: str, computed, right: expected.Expected, arrays) -> Result:
     """Compares results with what they should be; the worst of them is the row's."""
     worst, why = 0.0, ""
-    found = expected.packed(row, arrays, found)
+    computed = expected.packed(row, arrays, computed)
     for name, exact in right.exact.items():
-        if found[name].shape != exact.shape:
-            return Result(row.key, digest, WRONG, None, f"{name} has shape {found[name].shape}")
-        apart = expected.sizes(expected.error(found[name], exact))
+        if computed[name].shape != exact.shape:
+            return Result(row.key, digest, WRONG, None, f"{name} has shape {computed[name].shape}")
+        errors = expected.sizes(expected.error(computed[name], exact))
         limits = right.allowed[name], right.allowed_rms[name]
-        for kind, size, limit in zip(("maximum", "root mean square"), apart, limits, strict=True):
+        for kind, size, limit in zip(("maximum", "root mean square"), errors, limits, strict=True):
             if not size <= worst * limit:
                 if not np.isfinite(size):
                     return Result(row.key, digest, WRONG, None, f"{name} is not finite")

@@ -107,28 +107,28 @@ def softmax(call: Dense, x: Arrays) -> Weights:
     capped = s
     if "strength" in x:
         s = s + x["strength"][:, None, None] * call.pattern * s * s
-    most = np.where(call.visible, s.real, -np.inf).max(-1)
+    largest = np.where(call.visible, s.real, -np.inf).max(-1)
     sinks = x["sinks"][None, :, None] if "sinks" in x else np.full((1, 1, 1), -np.inf)
-    most = np.maximum(most, sinks.real)
-    most = np.where(np.isfinite(most), most, 0.0)
-    p = np.where(call.visible, np.exp(s - most[..., None]), 0.0)
-    of_sinks = np.where(call.rows, np.exp(sinks - most), 0.0)
+    largest = np.maximum(largest, sinks.real)
+    largest = np.where(np.isfinite(largest), largest, 0.0)
+    p = np.where(call.visible, np.exp(s - largest[..., None]), 0.0)
+    of_sinks = np.where(call.rows, np.exp(sinks - largest), 0.0)
     total = p.sum(-1) + of_sinks
     empty = total == 0.0
     total = np.where(empty, 1.0, total)
-    lse = np.where(empty, -np.inf, most + np.log(total))
+    lse = np.where(empty, -np.inf, largest + np.log(total))
     return Weights(p / total[..., None], of_sinks / total, lse, capped)
 
 
 def outputs(call: Dense, x: Arrays, rounded: Callable = exactly) -> dict[str, Any]:
     """Computes o [B, T, N, Hv] and lse [B, N, T]."""
-    found = softmax(call, x)
-    weights = found.p if call.kept is None else found.p * call.kept
+    attention = softmax(call, x)
+    weights = attention.p if call.kept is None else attention.p * call.kept
     group = x["q"].shape[2] // x["v"].shape[2]
     o = np.einsum(
-        "bnts,bsnh->btnh", _operand(weights, found.lse, rounded), np.repeat(x["v"], group, 2)
+        "bnts,bsnh->btnh", _operand(weights, attention.lse, rounded), np.repeat(x["v"], group, 2)
     )
-    return {"o": rounded(o), "lse": found.lse}
+    return {"o": rounded(o), "lse": attention.lse}
 
 
 def _operand(weights, lse, rounded: Callable):
@@ -151,25 +151,25 @@ def gradients(
 
     With `by_row` those of arrays of numbers of heads are the terms of their sums, [B, N, T].
     """
-    found = softmax(call, x)
+    attention = softmax(call, x)
     kept = 1.0 if call.kept is None else call.kept
     group = x["q"].shape[2] // x["k"].shape[2]
     k, v = (np.repeat(x[name], group, 2) for name in "kv")
-    weights = rounded(found.p * kept)
+    weights = rounded(attention.p * kept)
     dp = np.einsum("btnh,bsnh->bnts", x["do"], v) * kept
     o = rounded(np.einsum("bnts,bsnh->btnh", weights, v))
     delta = np.einsum("btnh,btnh->bnt", x["do"], o) - x["dlse"]
-    ds = found.p * (dp - delta[..., None])
+    ds = attention.p * (dp - delta[..., None])
     grads, of_rows = {}, {}
     if "sinks" in x:
-        of_rows["sinks"] = -(found.of_sinks * delta)
+        of_rows["sinks"] = -(attention.of_sinks * delta)
     if "strength" in x:
-        term = call.pattern * found.capped * found.capped
+        term = call.pattern * attention.capped * attention.capped
         of_rows["strength"] = (ds * term).sum(3)
-        by_score = 2.0 * x["strength"][:, None, None] * call.pattern * found.capped
+        by_score = 2.0 * x["strength"][:, None, None] * call.pattern * attention.capped
         ds = ds * (1.0 + by_score)
     if call.softcap is not None:
-        ds = ds * (1.0 - (found.capped / call.softcap) ** 2)
+        ds = ds * (1.0 - (attention.capped / call.softcap) ** 2)
     if "alibi_slopes" in x:
         of_rows["alibi_slopes"] = -(ds * call.distance).sum(3)
     if "bias" in x:
@@ -189,8 +189,8 @@ def tangents(function: Callable, call: Dense, x: Arrays, moves: Arrays, rounded=
     """Computes the tangents of the results of a function above, given those of its arrays."""
     moved = {name: a + 1j * STEP * moves[name] if name in moves else a for name, a in x.items()}
     with np.errstate(invalid="ignore"):  # -inf of rows without keys
-        found = function(call, moved, rounded)
-    return {f"{name}_tangent": np.imag(y) / STEP for name, y in found.items()}
+        complex_results = function(call, moved, rounded)
+    return {f"{name}_tangent": np.imag(y) / STEP for name, y in complex_results.items()}
 
 
 # --- Dropout --------------------------------------------------------------------------------------

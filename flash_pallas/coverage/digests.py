@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu import core as mosaic_gpu
 from jaxlib.mlir import ir
 
 KERNEL = "mosaic_gpu_v2"  # name of the custom call
-LENGTH = 12  # hexadecimal digits: of 4,000 kernels no two meet by chance
+LENGTH = 12  # hexadecimal digits: no two of 4,000 kernels collide by chance
 _ARCHITECTURE = re.compile(r"mosaic_gpu\.arch_(major|minor) = \d+ : i32,? ?")
 
 
@@ -43,14 +43,14 @@ def texts_of(lowered) -> Iterator[str]:
 
 
 def _serialised(module) -> list[bytes]:
-    found: list[bytes] = []
+    kernels: list[bytes] = []
 
     def visit(op: Any):
         attributes = op.attributes
         if op.name == "stablehlo.custom_call" and KERNEL in str(attributes["call_target_name"]):
             config = ir.DictAttr(attributes["mhlo.backend_config"])
-            found.append(ir.StringAttr(config["module"]).value_bytes)
+            kernels.append(ir.StringAttr(config["module"]).value_bytes)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
-    return found
+    return kernels

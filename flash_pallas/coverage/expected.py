@@ -10,14 +10,14 @@ from . import calls, dense
 from .calls import Row
 
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2.0, 3.0  # of the error of the same computation, rounded
-# Of the largest element, besides: half a rounding. Rounding errors of sums differ in sign.
+# Allowed besides: half a rounding of the largest element. Rounding errors of sums differ in sign.
 FLOOR = 0.5
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 # float32 is multiplied in two parts of bfloat16, with a relative error up to 2^-15.
 EPS_IN_PARTS = 2.0**-15
-# Of the largest score, for the log-sum-exp: scores are rounded to float32, and exp2 and log2 of a
-# GPU are right to about one float32 eps. Tensor cores add 16 columns of a score at a time and cut
-# off what does not fit.
+# Allowed error of the log-sum-exp, relative to the largest score: scores are rounded to float32,
+# and exp2 and log2 of a GPU are right to about one float32 eps. Tensor cores add 16 columns of a
+# score at a time and truncate the sum.
 EPS_LSE, COLUMNS = 2.0**-22, 96
 SUMS = ("dalibi_slopes", "dsinks", "dstrength")  # over all rows, of which a head has one number
 TANH_ERROR = 1.1e-5  # relative, of the GPU's MUFU.TANH
@@ -49,7 +49,7 @@ class Expected:
                 off = np.maximum(np.abs(off.sum((0, 2))), np.sqrt(np.square(off).sum((0, 2))))
                 self.exact[name] = right = right.sum((0, 2))
             factor = OUTPUT_FACTOR if name in ("o", "lse") else GRADIENT_FACTOR
-            found = factor * np.asarray(sizes(off))
+            limits = factor * np.asarray(sizes(off))
             unit = FLOOR * eps
             size = np.asarray(sizes(np.where(np.isfinite(right), right, 0.0)))
             if "softcap" in row.options:
@@ -58,13 +58,13 @@ class Expected:
                 unit, size = EPS_LSE * max(1.0, row.head_dim / COLUMNS), _logits(call, x)
                 if "softcap" in row.options:
                     unit += TANH_ERROR
-            self.allowed[name], self.allowed_rms[name] = (float(y) for y in found + unit * size)
+            self.allowed[name], self.allowed_rms[name] = (float(y) for y in limits + unit * size)
 
 
-def error(found, right):
+def error(computed, right):
     """Returns the differences; 0 where both are the same infinity, NaN where one is."""
     with np.errstate(invalid="ignore"):
-        return np.where(found == right, 0.0, found - right)
+        return np.where(computed == right, 0.0, computed - right)
 
 
 def sizes(x) -> tuple[float, float]:
@@ -75,31 +75,33 @@ def sizes(x) -> tuple[float, float]:
 
 
 def _logits(call: dense.Dense, x) -> np.ndarray:
-    """Returns the largest sum of absolute values that is a score."""
+    """Returns a bound of all scores: the largest sum of the absolute values of their terms."""
     group = x["q"].shape[2] // x["k"].shape[2]
     k = np.repeat(np.abs(x["k"]), group, 2)
-    most = call.scale * np.einsum("btnh,bsnh->bnts", np.abs(x["q"]), k).max(initial=1.0)
+    largest = call.scale * np.einsum("btnh,bsnh->bnts", np.abs(x["q"]), k).max(initial=1.0)
     if "bias" in x:
-        most += np.abs(x["bias"]).max()
+        largest += np.abs(x["bias"]).max()
     if "alibi_slopes" in x:
-        most += x["alibi_slopes"].max() * call.distance.max()
-    return np.asarray((max(most, 1.0),) * 2)
+        largest += x["alibi_slopes"].max() * call.distance.max()
+    return np.asarray((max(largest, 1.0),) * 2)
 
 
 def _results(row: Row, call: dense.Dense, x, moves, rounded=dense.exactly) -> dict[str, Any]:
-    found = dense.outputs(call, x, rounded)
+    results = dense.outputs(call, x, rounded)
     if row.wanted == "gradient":
         grads = dense.gradients(call, x, rounded, by_row=True)
-        found |= {n: grads[n] for n in grads if n[1:] in calls.moving(row, x)}
+        results |= {n: grads[n] for n in grads if n[1:] in calls.moving(row, x)}
     elif row.wanted in ("tangents", "linear"):
-        found |= dense.tangents(dense.outputs, call, x, moves, rounded)
+        results |= dense.tangents(dense.outputs, call, x, moves, rounded)
         if row.wanted == "linear":  # the O that mu multiplies has been stored
-            o, mu = dense.outputs(call, x)["o"], found["lse_tangent"].swapaxes(1, 2)[..., None]
-            found["o_tangent"] = found["o_tangent"] + mu * (o - rounded(o))
+            o, mu = dense.outputs(call, x)["o"], results["lse_tangent"].swapaxes(1, 2)[..., None]
+            results["o_tangent"] = results["o_tangent"] + mu * (o - rounded(o))
     elif row.wanted == "hessian":
-        found = dense.tangents(dense.gradients, call, x, moves, rounded)
-        found = {n: y for n, y in found.items() if n in ("dq_tangent", "dk_tangent", "dv_tangent")}
-    return {name: np.asarray(y, np.float64) for name, y in found.items()}
+        results = dense.tangents(dense.gradients, call, x, moves, rounded)
+        results = {
+            n: y for n, y in results.items() if n in ("dq_tangent", "dk_tangent", "dv_tangent")
+        }
+    return {name: np.asarray(y, np.float64) for name, y in results.items()}
 
 
 def described(row: Row, arrays: dict[str, np.ndarray]) -> tuple[dense.Dense, dict[str, Any]]:
@@ -133,11 +135,11 @@ def _attention(row: Row, arrays, places=None) -> tuple[dense.Dense, dict[str, An
     seen, rows = np.ones((B, N, T, S), bool), np.ones((B, 1, T), bool)
     if places is not None:
         i, j = places.q_positions, places.kv_positions
-        there = places.q_ids >= 0
-        seen &= (places.q_ids[:, None] == places.kv_ids) & there[:, None]
-        rows &= there
-    apart = (j[:, None] - i[..., None])[:, None]
-    seen &= _band(row, arrays, apart)
+        exists = places.q_ids >= 0
+        seen &= (places.q_ids[:, None] == places.kv_ids) & exists[:, None]
+        rows &= exists
+    difference = (j[:, None] - i[..., None])[:, None]
+    seen &= _band(row, arrays, difference)
     if "q_segment_ids" in arrays:
         q_ids, kv_ids = arrays["q_segment_ids"], arrays["kv_segment_ids"]
         seen &= ((q_ids[:, :, None] == kv_ids[:, None]) & (q_ids >= 0)[..., None])[:, None]
@@ -161,16 +163,16 @@ def _attention(row: Row, arrays, places=None) -> tuple[dense.Dense, dict[str, An
     return dense.Dense(H**-0.5, seen, rows, (i, j), named.get("softcap"), kept), x
 
 
-def _band(row: Row, arrays, apart):
-    """Returns what causal and window show; `apart` is the distance from a query to a key."""
-    seen = np.ones_like(apart, bool)
+def _band(row: Row, arrays, difference):
+    """Returns what causal and window show; `difference` is the key's position minus the query's."""
+    seen = np.ones_like(difference, bool)
     if calls.static(row).get("causal"):
-        seen &= apart <= 0
+        seen &= difference <= 0
     if "window" in row.options:
-        seen &= (apart >= -calls.WINDOW[0]) & (apart <= calls.WINDOW[1])
+        seen &= (difference >= -calls.WINDOW[0]) & (difference <= calls.WINDOW[1])
     if "window_left" in arrays:
-        seen &= apart >= -arrays["window_left"][:, None, None, None]
-        seen &= apart <= calls.WINDOW[1]
+        seen &= difference >= -arrays["window_left"][:, None, None, None]
+        seen &= difference <= calls.WINDOW[1]
     return seen
 
 
@@ -267,17 +269,17 @@ def _of_drafts(drafts, first, j, seen):
     return i, j, seen
 
 
-def packed(row: Row, arrays, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def packed(row: Row, arrays, computed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns results in the layout of `dense`: with a batch axis, sequences apart."""
     if row.function == "varlen":
-        return {n: y if n in SUMS else y[None] for n, y in found.items()}
+        return {n: y if n in SUMS else y[None] for n, y in computed.items()}
     if row.function != "ragged":
-        return found
+        return computed
     ends = arrays["cu_q_lens"]
     tokens = np.diff(ends)
-    o = np.zeros((len(tokens), tokens.max(), *found["o"].shape[1:]))
-    lse = np.full((len(tokens), found["lse"].shape[0], tokens.max()), -np.inf)
+    o = np.zeros((len(tokens), tokens.max(), *computed["o"].shape[1:]))
+    lse = np.full((len(tokens), computed["lse"].shape[0], tokens.max()), -np.inf)
     for s, first in enumerate(ends[:-1]):
-        o[s, : tokens[s]] = found["o"][first : first + tokens[s]]
-        lse[s, :, : tokens[s]] = found["lse"][:, first : first + tokens[s]]
+        o[s, : tokens[s]] = computed["o"][first : first + tokens[s]]
+        lse[s, :, : tokens[s]] = computed["lse"][:, first : first + tokens[s]]
     return {"o": o, "lse": lse}

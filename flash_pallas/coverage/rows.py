@@ -50,11 +50,11 @@ class Target:
     @contextlib.contextmanager
     def placed(self) -> Iterator[Backend]:
         """Makes calls of backend=self.backend run this one."""
-        before, made = dispatch.BACKENDS[self.backend], self.make()
-        dispatch.BACKENDS[self.backend] = made
+        before, backend = dispatch.BACKENDS[self.backend], self.make()
+        dispatch.BACKENDS[self.backend] = backend
         dispatch.forget_tiles()
         try:
-            yield made
+            yield backend
         finally:
             dispatch.BACKENDS[self.backend] = before
             dispatch.forget_tiles()
@@ -80,7 +80,7 @@ def override(row: Row, target: Target) -> dict[str, Any] | None:
         return None
     problem, (batch, length, kv_heads) = problem_of(row), sizes
     heads = kv_heads * problem.group
-    of = lambda shape: (
+    lengthened = lambda shape: (
         shape
         and tuple(
             1 if size == 1 else full
@@ -94,8 +94,8 @@ def override(row: Row, target: Target) -> dict[str, Any] | None:
         kv_len=length,
         q_heads=heads,
         kv_heads=kv_heads,
-        bias_shape=of(problem.bias_shape),
-        mask_shape=of(problem.mask_shape),
+        bias_shape=lengthened(problem.bias_shape),
+        mask_shape=lengthened(problem.mask_shape),
     )
     return by_kernel(target.make().attention.plan(problem))
 
@@ -107,8 +107,8 @@ def by_kernel(blocks: Any) -> dict[str, Any]:
         parts = vars(backward)  # of several kernels
     else:
         parts = {"paired" if isinstance(backward, PairedBlocks) else "fused": backward}
-    whole = {"forward": blocks.forward, **parts}
-    return {name: dataclasses.asdict(tile) for name, tile in whole.items()}
+    tiles = {"forward": blocks.forward, **parts}
+    return {name: dataclasses.asdict(tile) for name, tile in tiles.items()}
 
 
 BASE = 64  # head dim of the call whose problem others are derived from
@@ -125,10 +125,10 @@ def problem_of(row: Row) -> Any:
         row, target="", wanted="output", head_dim=BASE, v_head_dim=min(BASE, row.v_head_dim)
     )
     sizes = {"head_dim": row.head_dim, "v_head_dim": row.v_head_dim}
-    found, scale = _base(plain), 1.0 / math.sqrt(row.head_dim)
+    problem, scale = _base(plain), 1.0 / math.sqrt(row.head_dim)
     if row.function == "ragged":
-        return dataclasses.replace(found, steps=_resized(found.steps, sizes, scale))
-    return _resized(found, sizes, scale)
+        return dataclasses.replace(problem, steps=_resized(problem.steps, sizes, scale))
+    return _resized(problem, sizes, scale)
 
 
 def _resized(problem: Any, sizes: dict[str, int], scale: float) -> Any:
@@ -271,7 +271,7 @@ def rows(targets: dict[str, Target]) -> list[Row]:
 
     Of portable targets with the same tiles for a call, the first has the row.
     """
-    found: dict[Row, None] = {}
+    distinct: dict[Row, None] = {}
     seen = set()
     for name, target in targets.items():
         for row in _of_target(name, target):
@@ -281,11 +281,11 @@ def rows(targets: dict[str, Target]) -> list[Row]:
             # A deterministic backward has tiles of its own, or is what runs anyway.
             told_by_tiles = (*LONG, "deterministic")
             options = tuple(name for name in row.options if name not in told_by_tiles)
-            same = dataclasses.replace(row, target=target.backend, options=options), tiles
-            if same not in seen:
-                seen.add(same)
-                found[row] = None
-    return sorted(found, key=_priority)
+            identity = dataclasses.replace(row, target=target.backend, options=options), tiles
+            if identity not in seen:
+                seen.add(identity)
+                distinct[row] = None
+    return sorted(distinct, key=_priority)
 
 
 def _priority(row: Row) -> int:
@@ -317,8 +317,8 @@ def _longer(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
 
 def _some(rows: Iterable[Row], options: tuple[str, ...]) -> list[Row]:
     turn = zlib.crc32(" ".join(options).encode()) % 2
-    at = _at(rows, options)
-    return [row for row in at if row.head_dim in _dims(row, turn) and _is_square(row)]
+    candidates = _at(rows, options)
+    return [row for row in candidates if row.head_dim in _dims(row, turn) and _is_square(row)]
 
 
 def _dims(row: Row, turn: int) -> tuple[int, ...]:
@@ -335,7 +335,7 @@ def _is_square(row: Row) -> bool:
 
 
 def _all(target: Target, rows: Sequence[Row], options: tuple[str, ...]) -> list[Row]:
-    """Returns rows with everything: of a portable GPU its share, and one for each plan."""
+    """Returns rows with all these options: for a portable GPU its share, and one for each plan."""
     rows = _at(rows, options)
     if target.backend == "hopper":
         return rows
@@ -345,11 +345,11 @@ def _all(target: Target, rows: Sequence[Row], options: tuple[str, ...]) -> list[
 
 def _gradients(name: str, target: Target) -> Iterator[Row]:
     dims = [(h, h) for h in (*NARROW, *WIDE)]
-    of = lambda dtype: [
+    rows_of = lambda dtype: [
         Row(name, "attention", "gradient", h, hv, dtype) for h, hv in (*dims, *PAIRS)
     ]
     for dtype in (*HALVES, "float32"):
-        every = of(dtype)
+        every = rows_of(dtype)
         if dtype == "float16":
             for options in ((), EVERYTHING):
                 yield from _by_plan(target, _at(every, options))
@@ -360,11 +360,13 @@ def _gradients(name: str, target: Target) -> Iterator[Row]:
             yield from _longer(every, options)
         if dtype == "float32":
             continue
-        others = name in OTHERS
+        is_other = name in OTHERS
         exact = _at(every, ("deterministic",))
-        yield from _by_plan(target, exact) if others else exact
-        more = [*((x,) for x in ALONE), LISTED, (*EVERYTHING, "deterministic")]
-        for options in more if others else (*more, *TOGETHER, ("deterministic", "causal")):
+        yield from _by_plan(target, exact) if is_other else exact
+        option_sets = [*((x,) for x in ALONE), LISTED, (*EVERYTHING, "deterministic")]
+        for options in (
+            option_sets if is_other else (*option_sets, *TOGETHER, ("deterministic", "causal"))
+        ):
             if target.backend == "hopper":
                 yield from _by_plan(target, _longer(_some(every, options), options))
             else:
@@ -375,8 +377,8 @@ def _tangents(name: str, target: Target) -> Iterator[Row]:
     for wanted in ("tangents", "linear", "hessian"):
         every = [Row(name, "attention", wanted, h, h, "bfloat16") for h in NARROW]
         yield from every
-        others = [Row(name, "attention", wanted, h, hv, "bfloat16") for h, hv in PAIRS]
-        yield from others
+        of_pairs = [Row(name, "attention", wanted, h, hv, "bfloat16") for h, hv in PAIRS]
+        yield from of_pairs
         halves = [dataclasses.replace(row, dtype="float16") for row in every]
         yield from _by_plan(target, halves)
         for options in (*((x,) for x in MOVED), EVERYTHING, LISTED):
@@ -393,17 +395,19 @@ def _varlen(name: str, target: Target) -> Iterator[Row]:
 
 def _decodes(name: str, target: Target) -> Iterator[Row]:
     dims = [(h, min(h, 512)) for h in (*NARROW, *WIDE)]
-    of = lambda dtype: [Row(name, "decode", "output", *p, dtype) for p in (*dims, *DECODE_PAIRS)]
-    every, halves = of("bfloat16"), of("float16")
-    more = ("24 rows", "pages of 64")
-    for options in ((), (*more, *DECODE_ALL)):
+    rows_of = lambda dtype: [
+        Row(name, "decode", "output", *p, dtype) for p in (*dims, *DECODE_PAIRS)
+    ]
+    every, halves = rows_of("bfloat16"), rows_of("float16")
+    paged = ("24 rows", "pages of 64")
+    for options in ((), (*paged, *DECODE_ALL)):
         yield from _at(every, options)
         yield from _by_plan(target, _at(halves, options))
     for options in (*((x,) for x in DECODE), *DECODE_TOGETHER, (*DECODE_ALL, "values in keys")):
         yield from _by_plan(target, _some(every, options))
     for cache in calls.EIGHT_BITS:
         yield from _at(every, (cache,))
-        yield from _at(every, (cache, *more, "scales of rows", *DECODE_ALL))
+        yield from _at(every, (cache, *paged, "scales of rows", *DECODE_ALL))
         tried = [*SCALED, *((x,) for x in DECODE), *DECODE_TOGETHER]
         for options in tried if cache == "int8" else SCALED:
             yield from _by_plan(target, _some(every, (cache, *options)))

@@ -61,13 +61,13 @@ def serve(connection) -> None:
         begin = time.monotonic()
         try:
             known = before is not None and check.digest(row, target) == before
-            found = None if known else check.run(row, target)
-        except Exception as error:  # whatever stage it comes from, the row has not run
+            result = None if known else check.run(row, target)
+        except Exception as error:  # at any stage: the row has not run
             text = f"{type(error).__name__}: {error}".strip()[:300]
-            found = Result(row.key, "", FAILS, None, text)
-        if found is not None:
-            found = dataclasses.replace(found, seconds=round(time.monotonic() - begin, 1))
-        connection.send(found)
+            result = Result(row.key, "", FAILS, None, text)
+        if result is not None:
+            result = dataclasses.replace(result, seconds=round(time.monotonic() - begin, 1))
+        connection.send(result)
         if count % ROWS_HELD == 0:
             jax.clear_caches()
 
@@ -76,16 +76,16 @@ class Worker:
     """A process that runs rows, and the row that it is at."""
 
     def __init__(self):
-        apart = multiprocessing.get_context("spawn")
-        self.connection, other = apart.Pipe()
-        self.process = apart.Process(target=serve, args=(other,), daemon=True)
+        spawn = multiprocessing.get_context("spawn")
+        self.connection, child_end = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(child_end,), daemon=True)
         self.process.start()
-        other.close()
+        child_end.close()
         self.row: Row | None = None
         self.ready, self.until = False, time.monotonic() + START
 
     def give(self, row: Row, target: Target, before: str | None) -> None:
-        """Hands it the next row."""
+        """Sends the process its next row."""
         self.connection.send((row, target, before))
         self.row, self.until = row, time.monotonic() + LIMIT
 
@@ -119,18 +119,18 @@ class Run:
 
     def over(self, rows: Iterable[Row]) -> None:
         """Runs the rows, or as many as there is time for."""
-        left = list(rows)[::-1]
-        workers = [Worker() for _ in range(min(self.processes, len(left)))]
+        remaining = list(rows)[::-1]
+        workers = [Worker() for _ in range(min(self.processes, len(remaining)))]
         try:
-            while left or any(worker.row is not None for worker in workers):
+            while remaining or any(worker.row is not None for worker in workers):
                 workers = [self._looked_after(worker) for worker in workers]
                 idle = [w for w in workers if w.ready and w.row is None]
                 if time.monotonic() >= self.until:
-                    left.clear()
-                for worker in idle[: len(left)]:
-                    row = left.pop()
-                    found = self.before.get(row.key)
-                    digest = found[0] if found and found[-1] == RIGHT else None
+                    remaining.clear()
+                for worker in idle[: len(remaining)]:
+                    row = remaining.pop()
+                    entry = self.before.get(row.key)
+                    digest = entry[0] if entry and entry[-1] == RIGHT else None
                     worker.give(row, self.targets[row.target], digest)
                 multiprocessing.connection.wait([w.connection for w in workers], timeout=0.5)
         finally:
@@ -138,23 +138,23 @@ class Run:
                 worker.end()
 
     def _looked_after(self, worker: Worker) -> Worker:
-        """Takes what a worker has found; returns it, or another one where it had to end."""
+        """Takes a worker's message; returns the worker, or a new one where it had to end."""
         try:
-            told = worker.connection.recv() if worker.connection.poll() else ""
+            message = worker.connection.recv() if worker.connection.poll() else ""
         except (EOFError, OSError):
             return self._instead(worker, "ended its process")
-        if told == "ready":
+        if message == "ready":
             worker.ready = True
-        elif told == "" and (worker.row or not worker.ready):
+        elif message == "" and (worker.row or not worker.ready):
             if time.monotonic() > worker.until:
                 return self._instead(worker, f"took more than {LIMIT:.0f} s")
-        elif told is None:
+        elif message is None:
             self._unchanged(worker.row)
             worker.row = None
-        elif isinstance(told, Result):
-            self.report(told)
+        elif isinstance(message, Result):
+            self.report(message)
             worker.row = None
-            if told.verdict == FAILS:  # its device may be of no use any more
+            if message.verdict == FAILS:  # its device may be unusable now
                 worker.end()
                 return Worker()
         return worker
@@ -185,23 +185,23 @@ def lines_of(path: Path) -> Path:
 
 def read(path: Path) -> dict[str, list[Any]]:
     """Returns what a file of results and its file of lines have: [digest, error, verdict]."""
-    found = json.loads(path.read_text())["rows"] if path.exists() else {}
-    return found | {line["key"]: _entry(line) for line in _lines(path)}
+    entries = json.loads(path.read_text())["rows"] if path.exists() else {}
+    return entries | {line["key"]: _entry(line) for line in _lines(path)}
 
 
 def of_sources(path: Path, digest: str) -> set[str]:
     """Returns the keys of the rows in a file that have run with the sources of this digest."""
-    found = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-    keys = set(found["rows"]) if found.get("sources") == digest else set()
+    contents = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    keys = set(contents["rows"]) if contents.get("sources") == digest else set()
     return keys | {line["key"] for line in _lines(path) if line["sources"] == digest}
 
 
 def sources() -> str:
     """Returns a digest of the package."""
-    folder, found = Path(__file__).parents[1], hashlib.sha256()
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def line(result: Result, sources: str) -> str:
@@ -218,8 +218,8 @@ def mend(path: Path) -> None:
     """Cuts off a line in the middle of which a run has ended."""
     with lines_of(path).open("a+") as lines:
         lines.seek(0)
-        whole = lines.read().rfind("\n") + 1
-        lines.truncate(whole)
+        end = lines.read().rfind("\n") + 1
+        lines.truncate(end)
 
 
 def _entry(line: dict[str, Any]) -> list[Any]:
@@ -227,19 +227,19 @@ def _entry(line: dict[str, Any]) -> list[Any]:
     return [line["digest"], error, line["verdict"]]
 
 
-def write(path: Path, found: dict[str, list[Any]], about: dict[str, Any]) -> None:
+def write(path: Path, entries: dict[str, list[Any]], about: dict[str, Any]) -> None:
     """Writes a file of results, a row a line, and removes its file of lines."""
-    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found))
+    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entries[key])}" for key in sorted(entries))
     head = json.dumps(about, indent=1)[:-2]
     path.write_text(f'{head},\n "rows": {{\n{rows}\n }}\n}}\n')
     lines_of(path).unlink(missing_ok=True)
 
 
-def counts(found: dict[str, list[Any]]) -> str:
-    """Returns how many rows are right, wrong, hang and fail."""
-    verdicts = [entry[-1] for entry in found.values()]
-    named = (RIGHT, WRONG, HANGS, FAILS)
-    return ", ".join(f"{verdicts.count(name)} {name}" for name in named)
+def counts(entries: dict[str, list[Any]]) -> str:
+    """Returns how many rows are right, wrong, hang and fail, as text."""
+    verdicts = [entry[-1] for entry in entries.values()]
+    names = (RIGHT, WRONG, HANGS, FAILS)
+    return ", ".join(f"{verdicts.count(name)} {name}" for name in names)
 
 
 def prepare() -> None:

@@ -79,7 +79,7 @@ class Sizes:
     kv_len: int
     q_heads: int
     kv_heads: int
-    dtype: Any
+    dtype: np.dtype
     first: tuple[Any, Any] = (0, 0)  # numbers of entry 0 and head 0 in the whole arrays
 
     @property
@@ -117,13 +117,13 @@ def static_band(causal, window) -> Mask:
     Raises:
         TypeError: a side of the window is an array.
     """
-    found = band(causal, window)
-    if any(map(is_array, found)):
+    sides = band(causal, window)
+    if any(map(is_array, sides)):
         raise TypeError(
             "window is an array, but here it must be static, a Python int: under jax.jit list it "
             "in static_argnames"
         )
-    return Mask(*found)
+    return Mask(*sides)
 
 
 def window_is_data(window) -> bool:
@@ -176,28 +176,28 @@ def offset(q_offset, sizes: Sizes, causal: bool = False):
         return 0, None
     if isinstance(q_offset, (jax.Array, np.ndarray)):
         if isinstance(q_offset, np.ndarray) and np.issubdtype(q_offset.dtype, np.integer):
-            for found in (q_offset.min(initial=0), q_offset.max(initial=0)):
-                _check_offset(int(found))
-        found = _per_entry("q_offset", q_offset, sizes)
-        return 0, jax.lax.clamp(jnp.int32(-MAX_OFFSET), found, jnp.int32(MAX_OFFSET))
+            for extreme in (q_offset.min(initial=0), q_offset.max(initial=0)):
+                _check_offset(int(extreme))
+        traced = _per_entry("q_offset", q_offset, sizes)
+        return 0, jax.lax.clamp(jnp.int32(-MAX_OFFSET), traced, jnp.int32(MAX_OFFSET))
     try:
-        found = operator.index(q_offset)
+        static = operator.index(q_offset)
     except TypeError:
-        found = None
-    if found is None or isinstance(q_offset, (bool, np.bool_)):
-        wanted = f"an int, or an integer array of shape {sizes.batch_shape} or ()"
-        raise TypeError(_no_array("q_offset", wanted, q_offset))
-    _check_offset(found)
-    return found, None
+        static = None
+    if static is None or isinstance(q_offset, (bool, np.bool_)):
+        expected = f"an int, or an integer array of shape {sizes.batch_shape} or ()"
+        raise TypeError(_no_array("q_offset", expected, q_offset))
+    _check_offset(static)
+    return static, None
 
 
-def _check_offset(found: int):
-    if abs(found) > MAX_OFFSET:
-        raise ValueError(f"q_offset is {found}: its magnitude must be at most 2**30")
+def _check_offset(q_offset: int):
+    if abs(q_offset) > MAX_OFFSET:
+        raise ValueError(f"q_offset is {q_offset}: its magnitude must be at most 2**30")
 
 
 def is_unplaced(a: Arguments) -> bool:
-    """Returns True if a call is causal and says nothing of where its queries are."""
+    """Returns whether a call is causal and has no argument that places its queries."""
     names = ("q_offset", "q_positions", "kv_positions", "q_lengths", "kv_lengths", "q_segment_ids")
     right = band(a.causal, a.window)[1]
     is_causal = isinstance(right, int) and right == 0
@@ -208,8 +208,8 @@ def positions(name: str, value, length: int, sizes: Sizes):
     """Returns int32[B, length] clipped to 2**30 either way, or None."""
     if value is None:
         return None
-    found = _ids(name, value, length, sizes)
-    return lax.clamp(jnp.int32(-MAX_OFFSET), found, jnp.int32(MAX_OFFSET))
+    unclipped = _ids(name, value, length, sizes)
+    return lax.clamp(jnp.int32(-MAX_OFFSET), unclipped, jnp.int32(MAX_OFFSET))
 
 
 def check_positions(a: Arguments) -> None:
@@ -221,13 +221,13 @@ def check_positions(a: Arguments) -> None:
         )
 
 
-def visible_keys(sides, of_queries, given: bool, within, sizes: Sizes):
+def visible_keys(sides, of_queries, has_positions: bool, within, sizes: Sizes):
     """Returns (static Mask, q_first, q_last): the keys that each query sees, by their positions.
 
     Args:
         sides: result of `band`.
         of_queries: function that returns the positions of queries, int32[B, T].
-        given: True if arrays give any position.
+        has_positions: whether arrays give any position.
         within: (first, last), int32[B, T] or None each, beyond which no key is visible; or None.
         sizes: sizes of the call.
 
@@ -236,7 +236,7 @@ def visible_keys(sides, of_queries, given: bool, within, sizes: Sizes):
         no mask, and int32[B, T] for each side that is bounded.
     """
     within = within or (None, None)
-    if not given and not any(map(is_array, sides)):
+    if not has_positions and not any(map(is_array, sides)):
         return Mask(*sides), *within
     left, right = (_distance(sizes, side) for side in sides)
     first = None if left is None else of_queries() - left
@@ -246,8 +246,8 @@ def visible_keys(sides, of_queries, given: bool, within, sizes: Sizes):
 
 def _inner(choose, *bounds):
     """Returns the tighter of two bounds, each of which may be None."""
-    there = [bound for bound in bounds if bound is not None]
-    return functools.reduce(choose, there) if there else None
+    known_bounds = [bound for bound in bounds if bound is not None]
+    return functools.reduce(choose, known_bounds) if known_bounds else None
 
 
 def without_padding(first, last, q_lengths):
@@ -273,14 +273,14 @@ def _distance(sizes: Sizes, side):
 
 def window_side(side, sizes: Sizes):
     """Returns one side of a window, an int or an array, as int32[B], at least 0."""
-    found = _per_entry("window", jnp.asarray(side) if not is_array(side) else side, sizes)
+    entries = _per_entry("window", jnp.asarray(side) if not is_array(side) else side, sizes)
     if is_known(side) and np.min(known(side), initial=0) < 0:
         raise ValueError(
             f"window is {side!r}: its entries must be at least 0; use None for unbounded, as in "
             "(None, 0), or more than the length of the keys"
         )
     # One less than the largest, so that sums with a position do not wrap.
-    return jnp.clip(found, 0, MAX_OFFSET - 1)
+    return jnp.clip(entries, 0, MAX_OFFSET - 1)
 
 
 def empty_rows(value) -> str:
@@ -306,12 +306,12 @@ def lengths(name: str, value, room: int | None, sizes: Sizes, clips: bool = True
         return None
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an int32 array {sizes.batch_shape}, got {value!r}")
-    found = as_int32(name, value) if isinstance(value, int) else value
-    found = _per_entry(name, found, sizes)
+    entries = as_int32(name, value) if isinstance(value, int) else value
+    entries = _per_entry(name, entries, sizes)
     if room is None:
-        return found
+        return entries
     check_room(name, value, room)
-    return jnp.clip(found, 0, room) if clips else found
+    return jnp.clip(entries, 0, room) if clips else entries
 
 
 def check_room(name: str, value, room: int, rule: str = "the places that there are") -> None:
@@ -328,14 +328,14 @@ def check_room(name: str, value, room: int, rule: str = "the places that there a
     """
     if not is_computed(value):
         return
-    found = known(value)
-    bad = (found < 0) | (found > room)
+    entries = known(value)
+    bad = (entries < 0) | (entries > room)
     if bad.any():
-        at = tuple(np.argwhere(bad)[0].tolist())
-        where = f"[{', '.join(map(str, at))}]" if at else ""
+        index = tuple(np.argwhere(bad)[0].tolist())
+        subscript = f"[{', '.join(map(str, index))}]" if index else ""
         raise ValueError(
-            f"{name}{where} is {found[at]}: it must be 0 to {room}, {rule}; where more than all of "
-            f"them, or fewer than none, are meant, pass jnp.clip({name}, 0, {room})"
+            f"{name}{subscript} is {entries[index]}: it must be 0 to {room}, {rule}; where more "
+            f"than all of them, or fewer than none, are meant, pass jnp.clip({name}, 0, {room})"
         )
 
 
@@ -457,7 +457,7 @@ def missing_axes(name: str, shape, full) -> str:
     labels = (*["batch"] * (len(full) - 3), "heads", "q_length", "kv_length")
     ways = []
     for before in itertools.combinations(range(len(full) - 1), max(len(few) - 1, 0)):
-        places = (*before, len(full) - 1)  # what hides nothing by keys is no mask
+        places = (*before, len(full) - 1)  # a mask has an axis of keys
         fits = len(few) == len(places) < len(full) and all(
             n in (1, full[i]) for n, i in zip(few, places, strict=True)
         )
@@ -534,12 +534,12 @@ def per_query_head(x, sizes: Sizes):
     return mesh_axes.repeated(x, sizes.q_heads // sizes.kv_heads, axis=1)
 
 
-def _no_array(name: str, wanted: str, x) -> str:
+def _no_array(name: str, expected: str, x) -> str:
     """Returns the message for what is no array, with the way out for a list or a number."""
     way_out = ""
     if isinstance(x, (list, tuple)):
         way_out = f"; pass jnp.array({x if len(str(x)) < 60 else '...'})"
-    return f"{name} must be {wanted}, got {type(x).__name__}: {reprlib.repr(x)}{way_out}"
+    return f"{name} must be {expected}, got {type(x).__name__}: {reprlib.repr(x)}{way_out}"
 
 
 def _array(name: str, x, shape):
@@ -629,8 +629,8 @@ def as_int32(name: str, value) -> jax.Array:
         raise TypeError(
             f"{name} has dtype {value.dtype}: it must be int32; cast with {name}.astype(jnp.int32)"
         )
-    own = jnp.iinfo(value.dtype)
-    if INT32.min <= own.min and own.max <= INT32.max:
+    limits = jnp.iinfo(value.dtype)
+    if INT32.min <= limits.min and limits.max <= INT32.max:
         return jnp.asarray(value).astype(jnp.int32)
     if is_known(value):
         host = known(value)
@@ -639,7 +639,7 @@ def as_int32(name: str, value) -> jax.Array:
             _refuse_wide(f"{name} contains", int(host.max()))
         return jnp.asarray(host.astype(np.int32))
     value = jnp.asarray(value)
-    low, high = (np.asarray(x, value.dtype) for x in (max(own.min, INT32.min), INT32.max))
+    low, high = (np.asarray(x, value.dtype) for x in (max(limits.min, INT32.min), INT32.max))
     return lax.clamp(low, value, high).astype(jnp.int32)
 
 
@@ -665,10 +665,10 @@ def known(value) -> np.ndarray:
     return np.asarray(jax.device_get(value))
 
 
-def _refuse_wide(what: str, value: int):
+def _refuse_wide(subject: str, value: int):
     if not INT32.min <= value <= INT32.max:
         raise ValueError(
-            f"{what} {value}: integers must fit int32, from -2**31 to 2**31 - 1; number segment "
+            f"{subject} {value}: integers must fit int32, from -2**31 to 2**31 - 1; number segment "
             "ids from 0, and clip lengths and positions to the arrays"
         )
 

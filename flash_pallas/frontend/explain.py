@@ -50,17 +50,17 @@ class ExplainedCall:
     orders: str | None = None
 
     def __str__(self) -> str:
-        whole = p = self.problem
-        if isinstance(whole, RaggedProblem):
-            p = whole.steps
+        problem = p = self.problem
+        if isinstance(problem, RaggedProblem):
+            p = problem.steps
         function, rows, length = "flash_attention", p.batch, p.kv_len
         queries = f"{p.batch}, {p.q_len}"
         if isinstance(p, DecodeProblem):
             function = "flash_decode"
             if p.num_pages is not None:
                 rows, length = p.num_pages, p.spec.page_size
-        if isinstance(whole, RaggedProblem):
-            function, queries = "ragged_paged_attention", f"{whole.tokens}"
+        if isinstance(problem, RaggedProblem):
+            function, queries = "ragged_paged_attention", f"{problem.tokens}"
         lines = [
             f"{function} on q [{queries}, {p.q_heads}, {p.head_dim}], "
             f"k [{rows}, {length}, {p.kv_heads}, {p.head_dim}], "
@@ -110,8 +110,8 @@ class Explanation:
             raise AttributeError(f"an Explanation has no attribute {name!r}")
         if not self.calls:
             raise AttributeError(f"no attention call was traced, so there is no {name!r}")
-        first, *others = (getattr(call, name) for call in self.calls)
-        if any(other != first for other in others):
+        first, *rest = (getattr(call, name) for call in self.calls)
+        if any(x != first for x in rest):
             raise AttributeError(
                 f"the {len(self.calls)} attention calls differ in {name!r}: look at those in .calls"
             )
@@ -132,7 +132,7 @@ class Explanation:
         )
 
 
-# The first has type checkers compare the arguments with those of the function, which takes arrays.
+# With the first, type checkers compare the arguments with the function's own, which are arrays.
 @overload
 def explain[**P](
     function: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs
@@ -175,15 +175,15 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         >>> from flash_pallas import explain, flash_attention
         >>> x = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16)
         >>> with flash_pallas.target("H100"):
-        ...     found = explain(flash_attention, x, x, x, causal=True)
-        >>> found.backend
+        ...     explanation = explain(flash_attention, x, x, x, causal=True)
+        >>> explanation.backend
         'hopper'
     """
-    # functools.wraps gives the mark to functions of others too.
+    # `functools.wraps` also copies the mark to wrappers of other packages.
     ours = getattr(function, "makes_one_call", None) is function
-    # What follows the plan refuses arrays by how a mesh shards them.
-    one = ours and jax.sharding.get_abstract_mesh().empty
-    return Explanation(tuple(_calls_of(function, args, kwargs, ours=ours, one=one)))
+    # On a mesh tracing goes on after the plan, where the sharding of arrays is checked.
+    first_only = ours and jax.sharding.get_abstract_mesh().empty
+    return Explanation(tuple(_calls_of(function, args, kwargs, ours=ours, first_only=first_only)))
 
 
 def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ExplainedCall:
@@ -191,14 +191,14 @@ def first_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Expla
 
     Integers are passed to the function as they are, so that known lengths are checked.
     """
-    calls = _calls_of(function, args, kwargs, ours=True, one=True)
+    calls = _calls_of(function, args, kwargs, ours=True, first_only=True)
     if not calls:
         raise ValueError(f"{function} made no attention call")
     return calls[0]
 
 
 def _calls_of(
-    function: Callable[..., Any], args, kwargs, *, ours: bool, one: bool
+    function: Callable[..., Any], args, kwargs, *, ours: bool, first_only: bool
 ) -> list[ExplainedCall]:
     """Returns what `explain` says of the calls of a function.
 
@@ -207,11 +207,11 @@ def _calls_of(
         args: its arguments.
         kwargs: its keyword arguments.
         ours: whether integers are given to it as they are.
-        one: whether the first call is enough.
+        first_only: whether the first call is enough.
     """
-    listener = _Explainer(_platform((args, kwargs)), one=one)
+    listener = _Explainer(_platform((args, kwargs)), first_only=first_only)
     is_abstract = _is_only_shape if ours else lambda x: isinstance(x, _ARRAYS)
-    with contextlib.suppress(_Found):
+    with contextlib.suppress(_FirstCall):
         _trace(function, args, kwargs, listener, is_abstract)
     return listener.calls
 
@@ -240,10 +240,10 @@ def _trace(
     places = [i for i, x in enumerate(leaves) if is_abstract(x)]
 
     def traced(arrays):
-        whole = list(leaves)
+        replaced = list(leaves)
         for place, x in zip(places, arrays, strict=True):
-            whole[place] = x
-        function, args, kwargs = jax.tree.unflatten(tree, whole)
+            replaced[place] = x
+        function, args, kwargs = jax.tree.unflatten(tree, replaced)
         function(*args, **kwargs)
 
     with dispatch.heard_by(listener):
@@ -263,11 +263,11 @@ def _is_only_shape(x) -> bool:
 
 def _check(function, kwargs) -> None:
     if not callable(function) and not hasattr(function, "init_with_output"):
-        what = repr(function)
+        kind = repr(function)
         if isinstance(function, _ARRAYS):
-            what = f"an array of shape {function.shape}"
+            kind = f"an array of shape {function.shape}"
         raise TypeError(
-            f"explain takes a function first, got {what}: write "
+            f"explain takes a function first, got {kind}: write "
             "explain(flash_attention, q, k, v, causal=True)"
         )
     if "gpu" in kwargs and getattr(function, "__module__", "").startswith("flash_pallas."):
@@ -296,7 +296,7 @@ def _platform(tree) -> str | None:
     return dispatch.platform_of(jax.tree.leaves(tree))
 
 
-class _Found(Exception):
+class _FirstCall(Exception):
     """Ends tracing after the first call."""
 
 
@@ -308,13 +308,13 @@ class _Explainer:
 
     Attributes:
         platform: that of the caller's arrays.
-        one: whether the first call is enough.
+        first_only: whether the first call is enough.
         calls: what it heard.
     """
 
-    def __init__(self, platform: str | None, *, one: bool = False):
+    def __init__(self, platform: str | None, *, first_only: bool = False):
         self.platform = platform
-        self.one = one
+        self.first_only = first_only
         self.calls: list[ExplainedCall] = []
 
     def plan(
@@ -322,8 +322,8 @@ class _Explainer:
     ) -> Plan:
         """Notes a call; see `dispatch.Listener`."""
         self.calls.append(explained(problem, name, override, self.platform or platform))
-        if self.one:
-            raise _Found
+        if self.first_only:
+            raise _FirstCall
         if problem.is_empty:
             return Plan(problem, XlaBackend())
         return dispatch.planned(problem, XlaBackend())
@@ -339,15 +339,15 @@ def explained(
         UnsupportedByBackend: as in `dispatch.select`.
     """
     dispatch.check_name(name)
-    there = targeted()
-    gpu = None if there is None else there.described
+    target = targeted()
+    gpu = None if target is None else target.described
     if problem.is_empty:
         reasons = dict.fromkeys(
             dispatch.BACKENDS, "there is no query or no key, so nothing to compute"
         )
         return ExplainedCall(problem, "none", None, reasons, gpu=gpu)
-    if there is not None:
-        platform = None  # not here, so wherever the arrays are
+    if target is not None:
+        platform = None  # the GPU is not here, so the device of the arrays does not matter
     chosen = dispatch.choose(problem, name, platform, says=False)
     reasons = _reasons(chosen, problem, name, platform)
     if isinstance(problem, DecodeProblem):
@@ -366,7 +366,7 @@ def explained(
 def _reasons(
     chosen: Backend, problem: AnyProblem, name: str, platform: str | None
 ) -> dict[str, str]:
-    """Returns, by backend that was not chosen, why."""
+    """Returns why each other backend was not chosen, by its name."""
     auto = name == dispatch.AUTO
     not_needed = (
         f"{chosen.name!r} can run and is preferred" if auto else "another backend was asked for"
@@ -401,10 +401,10 @@ def _sources(chosen: Backend, problem: Problem, override: dict[str, Any] | None)
     if not kernels:
         return {"all": "caller" if override else "heuristic"}
     tuned = dispatch.tuned_for(chosen, problem)
-    found = dict.fromkeys(kernels, "heuristic")
+    sources = dict.fromkeys(kernels, "heuristic")
     if tuned is not None:
-        found |= {
-            name: f"heuristic, fastest in {tuned.source}" for name in found if name in tuned.timed
+        sources |= {
+            name: f"heuristic, fastest in {tuned.source}" for name in sources if name in tuned.timed
         }
-        found |= dict.fromkeys(tuned.blocks, tuned.source)
-    return found | dict.fromkeys(override or {}, "caller")
+        sources |= dict.fromkeys(tuned.blocks, tuned.source)
+    return sources | dict.fromkeys(override or {}, "caller")

@@ -46,11 +46,11 @@ def mod(name: str, function, sizes: Sizes, positions=None) -> mods.Traced | None
     dtype = sizes.score_dtype if name == "score_mod" else None
     try:
         shape, wide = (sizes.batch, sizes.q_heads), sizes.dtype == jnp.float64
-        found = mods.trace(function, *shape, dtype, sizes.first, positions, wide)
+        traced = mods.trace(function, *shape, dtype, sizes.first, positions, wide)
     except mods.NotElementwise as error:
         # JAX's own error, if there is one, shows the line of the user's function.
         raise ValueError(f"{name} cannot be traced into a kernel: {error}") from error.__cause__
-    return _of_call(found, sizes)
+    return _of_call(traced, sizes)
 
 
 def _of_call(traced: mods.Traced, sizes: Sizes) -> mods.Traced:
@@ -67,11 +67,12 @@ def marks(traced: mods.Traced) -> dict[str, Any]:
     Raises:
         ValueError: there are more than two of queries, or of keys.
     """
-    for side, of in enumerate(("i, the query", "j, the key")):
+    for side, index_name in enumerate(("i, the query", "j, the key")):
         if (count := traced.mod.vectors.count(side)) > len(scores.MARKS[side]):
             raise ValueError(
-                f"mask_mod looks up {count} values by {of}: at most {len(scores.MARKS[side])}; "
-                "combine them into one array before the call, as in array = 2 * ids + flags"
+                f"mask_mod looks up {count} values by {index_name}: at most "
+                f"{len(scores.MARKS[side])}; combine them into one array before the call, as in "
+                "array = 2 * ids + flags"
             )
     return dict(zip(scores.marks(traced.mod), traced.vectors, strict=True))
 
@@ -85,26 +86,26 @@ def _lists(a: Arguments, sizes: Sizes):
         TypeError: no BlockMask.
         ValueError: it does not fit the call.
     """
-    found = a.block_mask
-    if not isinstance(found, BlockMask):
-        given = (
-            "an array" if is_array(found) else f"{type(found).__module__}.{type(found).__name__}"
+    blocks = a.block_mask
+    if not isinstance(blocks, BlockMask):
+        type_name = (
+            "an array" if is_array(blocks) else f"{type(blocks).__module__}.{type(blocks).__name__}"
         )
         raise TypeError(
-            f"block_mask must be a flash_pallas.BlockMask, got {given}: make one by "
+            f"block_mask must be a flash_pallas.BlockMask, got {type_name}: make one by "
             "BlockMask.from_mask_mod, from_indices or from_dense"
         )
-    found.check(sizes.q_len, sizes.kv_len, sizes.batch, (sizes.q_heads, sizes.kv_heads))
-    given = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}
-    moved = [name for name, x in given.items() if x is not None and not _is_zero(x)]
-    if moved and found.traced is not None:
-        value = given[moved[0]]
+    blocks.check(sizes.q_len, sizes.kv_len, sizes.batch, (sizes.q_heads, sizes.kv_heads))
+    places = {name: getattr(a, name) for name in ("q_offset", "q_positions", "kv_positions")}
+    moved = [name for name, x in places.items() if x is not None and not _is_zero(x)]
+    if moved and blocks.traced is not None:
+        value = places[moved[0]]
         raise ValueError(
             f"{moved[0]} is {'an array' if is_array(value) else value} and block_mask was made "
             "from a mask_mod, whose positions are those of the arrays. Put the offset into the "
             "mask_mod, as in lambda b, n, i, j: f(b, n, i + offset, j), and what is causal too"
         )
-    lists = per_query_head(found.lists, sizes)
+    lists = per_query_head(blocks.lists, sizes)
     if a.mask is None and a.mask_mod is None:
         return lists
     return lists.at[..., 0].set(lists[..., 1])
@@ -124,7 +125,7 @@ def _lists_of_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes):
     lists, empty = block_mask.lists_of_positions(traced.mod, *lengths)
     if empty < block_mask.LEAST_EMPTY:
         return None
-    if a.mask is not None:  # which may hide keys of any block
+    if a.mask is not None:  # it may hide keys of any block, so none is whole
         lists = np.concatenate([lists[..., 1:2], lists[..., 1:]], axis=-1)
     return jnp.asarray(lists)
 
@@ -133,8 +134,8 @@ def _with_block_mod(a: Arguments, traced: mods.Traced | None, sizes: Sizes) -> m
     """Returns the mask_mod of a call, joined with that of its block mask, each if there is one."""
     if a.block_mask is None or a.block_mask.traced is None:
         return traced
-    own = _of_call(a.block_mask.traced, sizes)
-    return own if traced is None else mods.joined(operator.and_, own, traced)
+    of_blocks = _of_call(a.block_mask.traced, sizes)
+    return of_blocks if traced is None else mods.joined(operator.and_, of_blocks, traced)
 
 
 def _is_zero(x) -> bool:

@@ -23,7 +23,7 @@ def readable(cache: Any) -> str:
 def _shown(x) -> str:
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         return repr(x)
-    there = isinstance(x, (np.ndarray, jax.Array)) and is_known(x)
-    if there and x.ndim == 1 and x.size <= SHOWN:
+    shows_values = isinstance(x, (np.ndarray, jax.Array)) and is_known(x)
+    if shows_values and x.ndim == 1 and x.size <= SHOWN:
         return str(known(x).tolist())
     return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"

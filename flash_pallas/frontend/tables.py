@@ -207,11 +207,11 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 def _entries(path: pathlib.Path) -> dict[str, Any]:
     """Returns the entries of a table; none if there is no file or it cannot be used."""
-    if not os.path.exists(path):  # False too where this user may not look into the folder
+    if not os.path.exists(path):  # also False where the folder cannot be read
         return {}
     try:
         if not path.is_file():
-            raise ValueError("it is no regular file")  # to read from a pipe would never end
+            raise ValueError("it is no regular file")  # reading a pipe would never end
         table = json.loads(path.read_text())
         if not _well_formed(table):
             raise ValueError("it is no table of this version")
@@ -221,7 +221,7 @@ def _entries(path: pathlib.Path) -> dict[str, Any]:
     except RecursionError:
         ignore(path, "it is nested too deeply")
         return {}
-    # What another compiler made of these tiles says nothing. The shipped table has one jaxlib.
+    # Timings of another compiler's kernels do not apply. The shipped table has one jaxlib.
     return table["entries"] if table["jaxlib"] == _jaxlib() else {}
 
 

@@ -59,8 +59,8 @@ class Call:
         within = padding.queries_within(self.operands)
         if within is not None:
             lse = jnp.where(within[:, None], lse, -jnp.inf)
-        most = jnp.full_like(lse, -jnp.inf) if self.spec.max_logit else None
-        return self.unfold(o, lse, most)
+        max_logit = jnp.full_like(lse, -jnp.inf) if self.spec.max_logit else None
+        return self.unfold(o, lse, max_logit)
 
     def with_empty_rows(self, o, lse):
         """Returns o [B, T, N, Hv] with the mean of all values in rows that see no key, if asked to.
@@ -71,15 +71,17 @@ class Call:
         operands = self.operands
         if self.empty_rows == "zero" or operands.sinks is not None or not self._may_be_empty:
             return o
-        given = operands._replace(bias=None, mask=None, block_lists=None)
-        return mesh_axes.compiled_as_auto(_with_means, (given, o, lse), mesh_axes.spec_of(o))
+        without_pairwise = operands._replace(bias=None, mask=None, block_lists=None)
+        return mesh_axes.compiled_as_auto(
+            _with_means, (without_pairwise, o, lse), mesh_axes.spec_of(o)
+        )
 
     @property
     def _may_be_empty(self) -> bool:
         """False if it is known that every query sees a key."""
         problem, spec = self.problem, self.spec
-        hides = {"bias", "mask", "kv_lengths", "block_lists"} & problem.features
-        if hides or spec.mask_mod or problem.hides_by_arrays:
+        hiding = {"bias", "mask", "kv_lengths", "block_lists"} & problem.features
+        if hiding or spec.mask_mod or problem.hides_by_arrays:
             return True
         if problem.traced_offset:
             return not spec.mask.is_trivial
@@ -105,7 +107,7 @@ def _with_means(operands: Operands, o, lse):
     values = padding.finite(operands, operands.v).astype(lse.dtype)
     values = values.mean(axis=1, keepdims=True)
     mean = jnp.repeat(values, o.shape[2] // values.shape[2], axis=2)
-    # Of all rows before the cast: the transpose would sum cotangents of rows in o's dtype.
+    # Broadcast before the cast, so that the transpose sums cotangents of rows in lse's dtype.
     mean = jnp.broadcast_to(mean, o.shape).astype(o.dtype)
     return jnp.where(empty[..., None], mean, o)
 
@@ -161,7 +163,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
     )
     q_lengths = checks.lengths("q_lengths", a.q_lengths, sizes.q_len, sizes)
     first, last = checks.without_padding(vectors["q_first"], vectors["q_last"], q_lengths)
-    hide = first is not None or last is not None
+    has_bounds = first is not None or last is not None
     return spec, operands._replace(
         q_offset=traced_offset,
         q_lengths=q_lengths,
@@ -171,7 +173,7 @@ def _features(a: Arguments, sizes: checks.Sizes, scale: float, operands: Operand
         q_first=first,
         q_last=last,
         q_positions=vectors["q_positions"] if reads else None,
-        kv_positions=vectors["kv_positions"] if reads or hide else None,
+        kv_positions=vectors["kv_positions"] if reads or has_bounds else None,
         bias=checks.bias(a.bias, sizes),
         mask=checks.mask(a.mask, sizes, a.block_mask),
         alibi_slopes=slopes,
@@ -208,8 +210,8 @@ def _positions(a: Arguments, sizes: checks.Sizes):
         )
         return index + (static if traced is None else traced[:, None])
 
-    given = q is not None or kv is not None
-    mask, first, last = checks.visible_keys(sides, of_queries, given, a.within, sizes)
+    has_positions = q is not None or kv is not None
+    mask, first, last = checks.visible_keys(sides, of_queries, has_positions, a.within, sizes)
     of_keys = lambda: jnp.arange(sizes.kv_len, dtype=jnp.int32)[None] if kv is None else kv
     vectors = {"q_positions": q, "kv_positions": kv, "q_first": first, "q_last": last}
     return mask, offsets, vectors, lambda: (of_queries(), of_keys())
@@ -272,7 +274,7 @@ def as_array(name: str, x):
         raise TypeError(
             f"{name} must be an array, got {type(x).__name__}: convert it with jnp.array({name})"
         )
-    # jnp.asarray of a tracer may be an operation, at which debug_nans finds what padding holds.
+    # jnp.asarray of a tracer may add an operation, where debug_nans reports NaNs in padding.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
@@ -296,8 +298,8 @@ def check_dtypes(q, k, v):
                 f"cast with {name}.astype(jnp.bfloat16)"
             )
     if len(set(dtypes.values())) > 1:
-        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"q, k and v must have one dtype, got {found}: cast them to the same")
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"q, k and v must have one dtype, got {listed}: cast them to the same")
 
 
 def check_shapes(q, k, v):
@@ -398,7 +400,7 @@ def lengths_of_rank(x, rank: int, room: int) -> Any:
 
 # --- Names of arguments: one signature for several functions, and hints for wrong names -----------
 
-# Names of one thing: ours, and those of jax.nn, Flax, PyTorch, flash-attn, Tokamax, splash
+# Synonyms: the name here, then those of jax.nn, Flax, PyTorch, flash-attn, Tokamax, splash
 # attention, transformers, kvax and MaxText.
 SYNONYMS = (
     "q query",
@@ -439,7 +441,7 @@ _NO_WEIGHTS = "the weights never lie in memory, so they cannot be returned"
 _MATMULS = "the kernels have matmuls of their own: leave it out; see precision"
 _CAUSAL = "its queries are always causal: leave it out"
 _PAGES = "flash_decode reads pages of a cache"
-# By a name of another library, where it means another thing there; {} is the name here.
+# Names that mean something else in another library, with the meaning here; {} is our name.
 MEANINGS = {
     "query": "the layout is [*batch, length, heads, head_dim], where PyTorch has heads first",
     "is_causal": "positions count from the first query and the first key; see q_offset",
@@ -469,7 +471,7 @@ MEANINGS = {
     "attn_logits_soft_cap": "{} acts after scale, bias and ALiBi and before masks",
     "cache_seqlens": "{} counts the new tokens too",
 }
-# By a name of another library, what to do without such an argument.
+# Arguments of other libraries that do not exist here, with what to do instead.
 INSTEAD = {
     "causal": _CAUSAL,
     "is_causal": _CAUSAL,
@@ -522,8 +524,8 @@ def unexpected(function: str, wrong: Collection[str], names: Collection[str]) ->
     listed = ", ".join(map(repr, sorted(wrong)))
     plural = "s" if len(wrong) > 1 else ""
     meant = {name: _meant(name, names) for name in sorted(wrong)}
-    found = dict.fromkeys(ours for group in meant.values() for ours in group)
-    hint = f"; did you mean {' and '.join(map(repr, found))}?" if found else ""
+    suggestions = dict.fromkeys(ours for group in meant.values() for ours in group)
+    hint = f"; did you mean {' and '.join(map(repr, suggestions))}?" if suggestions else ""
     notes = dict.fromkeys(filter(None, (_note(name, ours) for name, ours in meant.items())))
     note = f"{' ' if hint else ': '}{'; '.join(notes)}" if notes else ""
     return f"{function}() got an unexpected keyword argument{plural} {listed}{hint}{note}"
@@ -532,9 +534,9 @@ def unexpected(function: str, wrong: Collection[str], names: Collection[str]) ->
 def _meant(name: str, names: Collection[str]) -> list[str]:
     """Returns those of `names` that are synonyms of `name`, else the one most like it."""
     groups = [group.split() for group in SYNONYMS if name in group.split()]
-    found = [other for group in groups for other in group if other in names]
-    if found or groups or name in INSTEAD:
-        return found
+    synonyms = [other for group in groups for other in group if other in names]
+    if synonyms or groups or name in INSTEAD:
+        return synonyms
     return difflib.get_close_matches(name, names, 1)
 
 
@@ -545,8 +547,8 @@ def _note(name: str, meant: list[str]) -> str | None:
     if name in INSTEAD:
         return INSTEAD[name]
     ours = [group.split()[0] for group in SYNONYMS if name in group.split()]
-    has = [each for each in ours if each in _OPTIONS]
-    return f"flash_attention has {' and '.join(map(repr, has))}" if has else None
+    options = [option for option in ours if option in _OPTIONS]
+    return f"flash_attention has {' and '.join(map(repr, options))}" if options else None
 
 
 _OPTIONS = frozenset(field.name for field in dataclasses.fields(Arguments))
@@ -586,11 +588,11 @@ def same_arguments[**P](original: Callable[P, Any]) -> _SameArguments[P]:
 
     Both at run time and to type checkers and editors, which show every name, type and default.
     """
-    whole = inspect.signature(original)
+    signature = inspect.signature(original)
 
     def decorate[R](function: Callable[..., R], /) -> Callable[P, R]:
         returns = inspect.signature(function).return_annotation
-        return _with_signature(whole.replace(return_annotation=returns), function)
+        return _with_signature(signature.replace(return_annotation=returns), function)
 
     return decorate
 

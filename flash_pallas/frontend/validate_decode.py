@@ -179,8 +179,8 @@ def _check_shapes(q, k, v, paged: bool):
             f"k and v are {cache}; add a missing axis, as in q[:, None], or map with jax.vmap"
         )
     if k.shape[0] != v.shape[0] or (not paged and k.shape[0] != q.shape[0]):
-        of = "pages of k and v" if paged else "batch sizes of q, k and v"
-        raise ValueError(f"the {of} differ ({shapes}): they must be the same")
+        counts = "pages of k and v" if paged else "batch sizes of q, k and v"
+        raise ValueError(f"the {counts} differ ({shapes}): they must be the same")
     if not 1 <= q.shape[1] <= MAX_TOKENS:
         raise ValueError(
             f"q has {q.shape[1]} tokens: it must be 1 to {MAX_TOKENS}; for more use "
@@ -237,10 +237,10 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
             f"sequences with one row for all KV heads or {k.shape[2]}, and at least one block"
         )
     others = ("q_offset", "window", "kv_starts", "alibi_slopes", "draft_mask")
-    if given := [name for name in others if getattr(a, name) is not None]:
+    if conflicts := [name for name in others if getattr(a, name) is not None]:
         raise ValueError(
-            f"kv_blocks is given and so is {given[0]}: it depends on the places of keys, of which "
-            "the chosen blocks keep only the order; leave it out, or choose blocks by it"
+            f"kv_blocks is given and so is {conflicts[0]}: it depends on the places of keys, of "
+            "which the chosen blocks keep only the order; leave it out, or choose blocks by it"
         )
     if q.shape[1] != 1:
         raise ValueError(
@@ -250,7 +250,7 @@ def _kv_blocks(a: DecodeArguments, q, k, page_size: int | None):
     return value, _block_size(a.kv_block_size, k.shape[1], page_size)
 
 
-def shared_prefix(a: Any, sizes: checks.Sizes, page_size: int | None, tokens: str):
+def shared_prefix(a: CacheArguments, sizes: checks.Sizes, page_size: int | None, tokens: str):
     """Checks shared_prefix; returns (whether prefixes are shared, int32[B] or None).
 
     Its values are left to the caller. `tokens` says, in a message, how many new tokens there are.
@@ -268,10 +268,10 @@ def shared_prefix(a: Any, sizes: checks.Sizes, page_size: int | None, tokens: st
             "out for a contiguous cache"
         )
     others = ("q_offset", "window", "kv_starts", "alibi_slopes", "kv_blocks")
-    if given := [name for name in others if getattr(a, name, None) is not None]:
+    if conflicts := [name for name in others if getattr(a, name, None) is not None]:
         raise ValueError(
-            f"shared_prefix is given and so is {given[0]}: what a query sees of a shared prefix "
-            "must not depend on its sequence; leave one of them out"
+            f"shared_prefix is given and so is {conflicts[0]}: what a query sees of a shared "
+            "prefix must not depend on its sequence; leave one of them out"
         )
     if tile_sequences(sizes.q_len) < 2:
         raise ValueError(
@@ -294,18 +294,18 @@ def _draft_mask(a: DecodeArguments, sizes: checks.Sizes):
             "sees the new token of the column; cast a mask of 0 and 1 with draft_mask.astype(bool)"
         )
     tokens = (sizes.q_len,) * 2
-    whole = (*sizes.batch_shape, *tokens)
-    if value.shape not in (tokens, whole):
+    full = (*sizes.batch_shape, *tokens)
+    if value.shape not in (tokens, full):
         raise ValueError(
             f"draft_mask has shape {value.shape}: it must be one row and one column for each new "
-            f"token of q, {tokens}, or one such mask per sequence, {whole}"
+            f"token of q, {tokens}, or one such mask per sequence, {full}"
         )
     if a.q_offset is not None:
         raise ValueError(
             "draft_mask is given and so is q_offset: with a draft mask the last query is the last "
             "key; leave q_offset out, and count the new tokens in kv_lengths"
         )
-    return jnp.broadcast_to(value, whole)
+    return jnp.broadcast_to(value, full)
 
 
 def _block_size(value, length: int, page_size: int | None) -> int:
@@ -351,5 +351,5 @@ def _offset(value, sizes: checks.Sizes):
     """Returns int32[B]: the position of the first query; None if the last query is the last key."""
     if value is None:
         return None
-    known, traced = checks.offset(value, sizes)
-    return jnp.full((sizes.batch,), known, jnp.int32) if traced is None else traced
+    static, traced = checks.offset(value, sizes)
+    return jnp.full((sizes.batch,), static, jnp.int32) if traced is None else traced

@@ -141,25 +141,26 @@ def _num_seqs(value, seqs: int):
     """Checks the number of sequences; returns int32[]."""
     if value is None:
         return jnp.int32(seqs)
-    found = as_int32("num_seqs", value)
-    if found.shape not in ((), (1,)):
+    num_seqs = as_int32("num_seqs", value)
+    if num_seqs.shape not in ((), (1,)):
         raise ValueError(
-            f"num_seqs has shape {found.shape}: it must be one integer, () or (1,), or None for all"
+            f"num_seqs has shape {num_seqs.shape}: it must be one integer, () or (1,), or None for "
+            "all"
         )
     if checks.is_known(value) and not 0 <= (known := int(checks.known(value).item())) <= seqs:
         raise ValueError(
             f"num_seqs is {known}: it must be 0 to {seqs}, the sequences that kv_lengths has room "
             "for"
         )
-    return found.reshape(())
+    return num_seqs.reshape(())
 
 
-def _check_ends(given, num_seqs, tokens: int):
+def _check_ends(cu_q_lens, num_seqs, tokens: int):
     """Checks the values of cu_q_lens up to num_seqs, where both are known."""
-    # Of what the caller gave: arrays of ints are traced ones inside of `explain`.
-    if not checks.is_known(given) or not checks.is_known(num_seqs):
+    # As the caller passed it: inside `explain`, arrays of ints are traced once converted.
+    if not checks.is_known(cu_q_lens) or not checks.is_known(num_seqs):
         return
-    known = checks.known(given)[: int(checks.known(num_seqs).item()) + 1]
+    known = checks.known(cu_q_lens)[: int(checks.known(num_seqs).item()) + 1]
     if known[0] != 0 or np.any(np.diff(known) < 0) or known[-1] > tokens:
         raise ValueError(
             f"cu_q_lens is {known} up to num_seqs: it must begin with 0, never decrease, and end "

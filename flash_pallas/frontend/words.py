@@ -11,9 +11,9 @@ from pathlib import Path
 import jax
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
-# What calls on behalf of this package: JAX, which traces, and decorators.
+# Whose frames may lie between those of this package: JAX, which traces, and decorators.
 CARRIERS = (str(Path(jax.__file__).parent) + os.sep, contextlib.__file__)
-# Names that are words of prose too. They are arguments where this follows.
+# Names that are also English words. They are arguments only where AN_ARGUMENT follows.
 PROSE = frozenset({"bias", "causal", "deterministic", "mask", "scale", "window"})
 AN_ARGUMENT = r"(?=[\[=.:,;)]| is\b| has\b| must\b| and\b| contains\b| [({'\d])"
 # Values as messages show them: strings in quotes, functions and other objects in angle brackets.
@@ -34,8 +34,10 @@ class Words(contextlib.ContextDecorator):
     def __init__(self, names: dict[str, str]):
         self.names = names
         longest_first = sorted(names, key=len, reverse=True)
-        ways = (re.escape(x) + (AN_ARGUMENT if x in PROSE else r"(?!\w)") for x in longest_first)
-        self._pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(ways)})|{VALUES}")
+        patterns = (
+            re.escape(x) + (AN_ARGUMENT if x in PROSE else r"(?!\w)") for x in longest_first
+        )
+        self._pattern = re.compile(rf"(?<![\w.])(?:{'|'.join(patterns)})|{VALUES}")
 
     def __enter__(self) -> Words:
         return self
@@ -47,7 +49,7 @@ class Words(contextlib.ContextDecorator):
 
     def said(self, message: str) -> str:
         """Returns the message with the caller's names."""
-        return self._pattern.sub(lambda found: self.names.get(found[0], found[0]), message)
+        return self._pattern.sub(lambda match: self.names.get(match[0], match[0]), message)
 
 
 def _is_ours(trace) -> bool:

@@ -38,8 +38,8 @@ class Client(NamedTuple):
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            found = self._version()
-            state = "is not installed" if found is None else f"{found} is installed"
+            version = self._version()
+            state = "is not installed" if version is None else f"{version} is installed"
             raise ImportError(
                 f"flash_pallas.integrations.{self.module} was tested with {self.package} "
                 f"{self.tested}; {self.package} {state}, and {name} cannot be imported: {error}. "
@@ -57,16 +57,16 @@ class Client(NamedTuple):
         Raises:
             ImportError: it is missing or has other parameters.
         """
-        where = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
-        found = vars(owner).get(name)
-        if found is None:
-            raise self.differs(f"has no {where}.{name}")
-        has = tuple(inspect.signature(found).parameters) if parameters else ()
-        if has != parameters:
+        path = f"{owner.__module__}.{owner.__name__}" if inspect.isclass(owner) else owner.__name__
+        attribute = vars(owner).get(name)
+        if attribute is None:
+            raise self.differs(f"has no {path}.{name}")
+        actual = tuple(inspect.signature(attribute).parameters) if parameters else ()
+        if actual != parameters:
             raise self.differs(
-                f"has {where}.{name}({', '.join(has)}), not ({', '.join(parameters)})"
+                f"has {path}.{name}({', '.join(actual)}), not ({', '.join(parameters)})"
             )
-        return found
+        return attribute
 
     def differs(self, difference: str) -> ImportError:
         """Returns an error that says how the installed version differs."""

@@ -53,15 +53,15 @@ class Visible:
 
     def options(self, batch: int, q_len: int, kv_len: int) -> dict[str, Any]:
         """Returns keywords of `flash_attention` for q of [B, T, ...] and k of [B, S, ...]."""
-        found: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": self.mask}
-        found["q_offset"] = 0 if self.q_offset is None else self.q_offset
+        options: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": self.mask}
+        options["q_offset"] = 0 if self.q_offset is None else self.q_offset
         if self.kv_valid is None:
-            return found
+            return options
         # One document; negative ids are padding.
         ids = jnp.where(self.kv_valid, 0, -1).astype(jnp.int32)
-        found["q_segment_ids"] = jnp.zeros((batch, q_len), jnp.int32)
-        found["kv_segment_ids"] = jnp.broadcast_to(ids, (batch, kv_len))
-        return found
+        options["q_segment_ids"] = jnp.zeros((batch, q_len), jnp.int32)
+        options["kv_segment_ids"] = jnp.broadcast_to(ids, (batch, kv_len))
+        return options
 
     def dense(self, q_len: int, kv_len: int) -> Any:
         """Returns the mask as bool [B, N, T, S] for the client's own code; B and N may be 1."""

@@ -71,7 +71,7 @@ def _hooks() -> list[Hook]:
     inputs = _CLIENT.named(_CLIENT.imported("gemma.gm.utils._types"), "Input")
     make, build = "make_causal_bidirectional_attention_mask", "build_positions_from_mask"
     known = _Known()
-    found = [
+    hooks = [
         # Gemma 4 calls the functions; Gemma 2 and 3 ask for the properties, which are jitted.
         Hook(
             masks, make, known.mask(_CLIENT.named(masks, make, "causal_mask", "bidirectional_mask"))
@@ -90,8 +90,8 @@ def _hooks() -> list[Hook]:
         owner = _CLIENT.named(module, "Attention")
         _CLIENT.named(owner, "__call__", *arguments)
         # Linen wraps the methods that it finds when the class is made, not this later one.
-        found.append(Hook(owner, "__call__", linen.module.wrap_method_once(call(module, known))))
-    return found
+        hooks.append(Hook(owner, "__call__", linen.module.wrap_method_once(call(module, known))))
+    return hooks
 
 
 _PATCH = Patch(_hooks)
@@ -170,15 +170,17 @@ class _Seen(NamedTuple):
         cached = self.cache_positions is not None
         source, valid = (None, None) if cached else self.known.source(self.mask)
         if valid is None:
-            found = {"mask": self.mask[:, None].astype(bool), "window": sides}
+            keywords = {"mask": self.mask[:, None].astype(bool), "window": sides}
             if window is not None:
                 keys = self.cache_positions if cached else self.positions
-                found |= {"q_positions": self.positions, "kv_positions": keys}
-            return found
+                keywords |= {"q_positions": self.positions, "kv_positions": keys}
+            return keywords
         padding = valid[:, None, None].astype(bool)
         if window is None:
             return {"causal": True, "mask": padding}
-        if self.known.source(self.positions)[0] is not source:  # the caller's: they need not ascend
+        if (
+            self.known.source(self.positions)[0] is not source
+        ):  # positions of the caller, in any order
             both = {"q_positions": self.positions, "kv_positions": self.positions}
             return {"mask": self.mask[:, None].astype(bool), "window": sides, **both}
         # Positions ascend by one from token to token and stand still in padding, so that causal
@@ -235,10 +237,10 @@ def _call_3(module: Any, known: _Known) -> Callable:
         new = None
         if cache is not None:
             # The cache is a ring; one row of a batch ends where the others do.
-            at = cache["end_index"][0] % cache["v"].shape[1]
-            put = jax.lax.dynamic_update_slice
-            k, v = (put(cache[name], y, (0, at, 0, 0)) for name, y in (("k", k), ("v", v)))
-            positions = put(cache["positions"], segment_pos, (0, at))
+            start = cache["end_index"][0] % cache["v"].shape[1]
+            update = jax.lax.dynamic_update_slice
+            k, v = (update(cache[name], y, (0, start, 0, 0)) for name, y in (("k", k), ("v", v)))
+            positions = update(cache["positions"], segment_pos, (0, start))
             end = cache["end_index"] + x.shape[1]
             new = {"v": v, "k": k, "end_index": end, "positions": positions}
         seen = _Seen(known, attn_mask, segment_pos, None if new is None else new["positions"])
@@ -273,11 +275,11 @@ def _call_4(module: Any, known: _Known) -> Callable:
             if cache is not None:
                 k, v, positions = _in_ring(cache, k, v, segment_pos)
         seen = _Seen(known, attn_mask, segment_pos, positions)
-        out = _attend(self, module.AttentionType, (q, k, v), seen, 1.0)
+        o = _attend(self, module.AttentionType, (q, k, v), seen, 1.0)
         new = {"v": v, "k": k}
         if cache is not None:
             new |= {"end_index": cache["end_index"] + x.shape[1], "positions": positions}
-        return new, out
+        return new, o
 
     return __call__
 
@@ -285,6 +287,6 @@ def _call_4(module: Any, known: _Known) -> Callable:
 def _in_ring(cache: dict[str, Any], k: Any, v: Any, segment_pos: Any) -> tuple[Any, Any, Any]:
     """Puts new tokens into a ring, each row of the batch where it ends: k, v and positions."""
     rows = jnp.arange(k.shape[0])[:, None]
-    at = (cache["end_index"][:, None] + jnp.arange(k.shape[1])) % cache["v"].shape[1]
-    put = lambda name, y: cache[name].at[rows, at].set(y)
-    return put("k", k), put("v", v), put("positions", segment_pos)
+    slots = (cache["end_index"][:, None] + jnp.arange(k.shape[1])) % cache["v"].shape[1]
+    written = lambda name, y: cache[name].at[rows, slots].set(y)
+    return written("k", k), written("v", v), written("positions", segment_pos)

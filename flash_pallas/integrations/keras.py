@@ -83,7 +83,7 @@ class _Masks(NamedTuple):
         window: `sliding_window` of the layer: |i - j| < window; None is unbounded.
         queries: [B, T], False is padding; None is all True.
         keys: [B, S], the same.
-        given: the caller's own mask, of up to rank 4.
+        attention_mask: the caller's own mask, of up to rank 4.
         dense: returns what Keras would have made of them.
     """
 
@@ -91,22 +91,22 @@ class _Masks(NamedTuple):
     window: int | None
     queries: Any
     keys: Any
-    given: Any
+    attention_mask: Any
     dense: Callable[[], Any]
 
     def keywords(self, q: Any, k: Any) -> dict[str, Any]:
-        """Returns the keywords of `flash_attention` that say the same."""
-        found: dict[str, Any] = {"causal": self.causal}
+        """Returns the keywords of `flash_attention` that express these masks."""
+        keywords: dict[str, Any] = {"causal": self.causal}
         if self.window is not None:
-            found["window"] = int(self.window) - 1
+            keywords["window"] = int(self.window) - 1
         if self.queries is not None or self.keys is not None:
-            found["q_segment_ids"] = _ids(self.queries, q.shape[:2], hidden=1)
-            found["kv_segment_ids"] = _ids(self.keys, k.shape[:2], hidden=-1)
-        if self.given is not None:
-            mask = jnp.asarray(self.given).astype(bool)
+            keywords["q_segment_ids"] = _ids(self.queries, q.shape[:2], hidden=1)
+            keywords["kv_segment_ids"] = _ids(self.keys, k.shape[:2], hidden=-1)
+        if self.attention_mask is not None:
+            mask = jnp.asarray(self.attention_mask).astype(bool)
             # [B, T, S] has no axis of heads; [T, S] has no batch either.
-            found["mask"] = mask[:, None] if mask.ndim == 3 else _of_rank_4(mask)
-        return found
+            keywords["mask"] = mask[:, None] if mask.ndim == 3 else _of_rank_4(mask)
+        return keywords
 
 
 def _ids(valid: Any, shape: tuple[int, int], hidden: int) -> Any:
@@ -134,7 +134,7 @@ def _hooks() -> list[Hook]:
         backend.nn, "dot_product_attention", "query", "key", "value", "bias", "mask", "scale",
         "is_causal", "flash_attention", "attn_logits_soft_cap",
     )  # fmt: skip
-    found = [Hook(backend.nn, "dot_product_attention", _function(theirs))]
+    hooks = [Hook(backend.nn, "dot_product_attention", _function(theirs))]
     inputs = ("self", "query", "key", "value", "attention_mask", "training")
     for layer, arguments in (
         (layers.MultiHeadAttention, (*inputs, "return_attention_scores", "use_causal_mask")),
@@ -143,11 +143,11 @@ def _hooks() -> list[Hook]:
         compute = _CLIENT.named(layer, "_compute_attention", *arguments)
         masks = _CLIENT.named(layer, "_compute_attention_mask", *_MASK_ARGUMENTS)
         ours = _compute(compute)
-        found += [
+        hooks += [
             Hook(layer, "_compute_attention", ours),
             Hook(layer, "_compute_attention_mask", _compute_mask(masks, ours)),
         ]
-    return found
+    return hooks
 
 
 _PATCH = Patch(_hooks)
@@ -158,20 +158,20 @@ def _function(theirs: Callable) -> Callable:
 
     signature = inspect.signature(theirs)
 
-    def dot_product_attention(*given, **options):
-        found = signature.bind(*given, **options).arguments
-        softcap = found.get("attn_logits_soft_cap")
-        if found.get("flash_attention") is False:
+    def dot_product_attention(*args, **kwargs):
+        arguments = signature.bind(*args, **kwargs).arguments
+        softcap = arguments.get("attn_logits_soft_cap")
+        if arguments.get("flash_attention") is False:
             if softcap is not None:
                 raise NotImplementedError(
                     "attn_logits_soft_cap is dropped by Keras's own attention on CPU and GPU: "
                     "leave out flash_attention=False"
                 )
-            return theirs(*given, **options)
-        mask = found.get("mask")
-        masks = _Masks(found.get("is_causal", False), None, None, None, mask, lambda: mask)
-        arrays = found["query"], found["key"], found["value"]
-        bias, scale = found.get("bias"), found.get("scale")
+            return theirs(*args, **kwargs)
+        mask = arguments.get("mask")
+        masks = _Masks(arguments.get("is_causal", False), None, None, None, mask, lambda: mask)
+        arrays = arguments["query"], arguments["key"], arguments["value"]
+        bias, scale = arguments.get("bias"), arguments.get("scale")
         return _attend(arrays, masks, bias=bias, scale=scale, softcap=softcap)
 
     return dot_product_attention

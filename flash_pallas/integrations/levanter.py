@@ -86,11 +86,11 @@ def installed(*, differentiable: Differentiable = "reverse") -> AbstractContextM
 def _hooks() -> list[Hook]:
     layers = _CLIENT.imported("levanter.layers.attention")
     core = _CLIENT.imported("levanter.grug.attention._core")
-    named = _CLIENT.named(layers, "dot_product_attention", *_ARGUMENTS)
+    theirs = _CLIENT.named(layers, "dot_product_attention", *_ARGUMENTS)
     grug = _CLIENT.named(core, "attention", "q", "k", "v", "mask", "implementation")
     _CLIENT.named(layers, "_bin_and_group_axes_by_function", "q", "k", "v", "QPos", "KPos", "Key")
     return [
-        Hook(layers, "dot_product_attention", _of_names(named, layers), everywhere=True),
+        Hook(layers, "dot_product_attention", _of_names(theirs, layers), everywhere=True),
         Hook(core, "attention", _of_arrays(grug, core), everywhere=True),
     ]
 
@@ -105,14 +105,14 @@ def _of_arrays(theirs: Callable, core: Any) -> Callable:
         if implementation not in (None, "flash_pallas"):
             return theirs(q, k, v, mask, implementation=implementation)
         if mask is None:
-            found = {}
+            keywords = {}
         elif isinstance(mask, core.AttentionMask):
-            found = _structured(mask, q.shape[0])
+            keywords = _structured(mask, q.shape[0])
         else:
             dense = mask[None, None] if mask.ndim == 2 else mask[:, None]
-            found = {"mask" if mask.dtype == bool else "bias": dense}
-        found |= {"empty_rows": "mean", "differentiable": _PATCH.differentiable}
-        return flash_attention(q, k, v, q_offset=0, **found).astype(v.dtype)
+            keywords = {"mask" if mask.dtype == bool else "bias": dense}
+        keywords |= {"empty_rows": "mean", "differentiable": _PATCH.differentiable}
+        return flash_attention(q, k, v, q_offset=0, **keywords).astype(v.dtype)
 
     return attention
 
@@ -124,13 +124,13 @@ def _structured(mask: Any, batch: int) -> dict[str, Any]:
             "fa4_bounds is metadata of Levanter's FA4 kernels: pass segment_ids and "
             "sliding_window instead, or name implementation='gpu_fa4_cute'"
         )
-    found: dict[str, Any] = {"causal": mask.is_causal}
+    keywords: dict[str, Any] = {"causal": mask.is_causal}
     if mask.sliding_window is not None:
-        found["window"] = (_tokens(mask.sliding_window), None)
+        keywords["window"] = (_tokens(mask.sliding_window), None)
     if mask.segment_ids is not None:
         for name, ids in zip(("q_segment_ids", "kv_segment_ids"), mask.segment_ids, strict=True):
-            found[name] = jnp.broadcast_to(ids, (batch, ids.shape[-1]))
-    return found
+            keywords[name] = jnp.broadcast_to(ids, (batch, ids.shape[-1]))
+    return keywords
 
 
 def _tokens(sliding_window: int) -> int:
@@ -148,8 +148,8 @@ def _of_names(theirs: Callable, layers: Any) -> Callable:
 
     signature = inspect.signature(theirs)
 
-    def dot_product_attention(*given, **options):
-        options = signature.bind(*given, **options).arguments
+    def dot_product_attention(*args, **options):
+        options = signature.bind(*args, **options).arguments
         backend = options.get("attn_backend")
         ours = backend is None or backend == layers.AttentionBackend.DEFAULT
         if not ours or options.get("use_flash") is False:
@@ -175,30 +175,30 @@ def _attend(axes, arrays, mask, options: dict[str, Any], layers: Any) -> Any:
         dropout = {}
     of_q, of_k, of_v = layers._bin_and_group_axes_by_function(q, k, v, *axes)
     batch, length, heads = of_q["B"], of_q["S"], of_q["H"]
-    found = {} if mask is None else _keywords(mask, (batch, length, heads, of_k["S"]), layers)
+    keywords = {} if mask is None else _keywords(mask, (batch, length, heads, of_k["S"]), layers)
     if (bias := options.get("bias")) is not None:
-        found["bias"] = _laid_out(bias, (batch, heads, length, of_k["S"]))
+        keywords["bias"] = _laid_out(bias, (batch, heads, length, of_k["S"]))
     if (sinks := options.get("attn_sink")) is not None:
-        found["sinks"] = _laid_out(sinks, (batch, heads)).astype(jnp.float32)
-        if found["sinks"].shape[0] == 1:
-            found["sinks"] = found["sinks"][0]
+        keywords["sinks"] = _laid_out(sinks, (batch, heads)).astype(jnp.float32)
+        if keywords["sinks"].shape[0] == 1:
+            keywords["sinks"] = keywords["sinks"][0]
     dtype = options.get("attention_dtype") or q.dtype
     o = flash_attention(
         *(
             _laid_out(x, (kind["B"], kind["S"], kind["H"], kind["D"])).astype(dtype)
             for x, kind in ((q, of_q), (k, of_k), (v, of_v))
         ),
-        q_offset=found.pop("q_offset", 0),
+        q_offset=keywords.pop("q_offset", 0),
         scale=1 / math.sqrt(of_q["D"][0].size) if scale is None else float(scale),
         softcap=options.get("logits_soft_cap"),
         precision=options.get("precision"),
         empty_rows="mean",
         differentiable=_PATCH.differentiable,
         **dropout,
-        **found,
+        **keywords,
     )
-    out = (*batch, *length, *heads, *of_v["D"])
-    return hax.named(o.reshape([axis.size for axis in out]).astype(q.dtype), out)
+    axes_of_o = (*batch, *length, *heads, *of_v["D"])
+    return hax.named(o.reshape([axis.size for axis in axes_of_o]).astype(q.dtype), axes_of_o)
 
 
 def _keywords(mask: Any, groups: tuple, layers: Any) -> dict[str, Any]:
@@ -225,15 +225,15 @@ def _keywords(mask: Any, groups: tuple, layers: Any) -> dict[str, Any]:
             "index and the causal mask from its position. Shift the queries, so that both count "
             "from one, or name attn_backend='vanilla'"
         )
-    found: dict[str, Any] = {"causal": mask.is_causal}
+    keywords: dict[str, Any] = {"causal": mask.is_causal}
     if left is not None:
-        found["window"] = (left, right)
+        keywords["window"] = (left, right)
     if offset is not None:
-        found["q_offset"] = _laid_out(offset, (batch,)).astype(jnp.int32)
-        if found["q_offset"].shape == (1,):
-            found["q_offset"] = found["q_offset"][0]
+        keywords["q_offset"] = _laid_out(offset, (batch,)).astype(jnp.int32)
+        if keywords["q_offset"].shape == (1,):
+            keywords["q_offset"] = keywords["q_offset"][0]
     if mask.explicit_mask is not None:
-        found["mask"] = _laid_out(mask.explicit_mask, order)
+        keywords["mask"] = _laid_out(mask.explicit_mask, order)
     if mask.segment_ids is not None:
         q_ids, kv_ids = mask.segment_ids
         (q_axis,), (kv_axis,) = length, kv_length
@@ -243,8 +243,8 @@ def _keywords(mask: Any, groups: tuple, layers: Any) -> dict[str, Any]:
         rows = math.prod(axis.size for axis in batch)
         for name, ids, axis in (("q", q_ids, q_axis), ("kv", kv_ids, kv_axis)):
             ids = _laid_out(ids, (batch, (axis,)))
-            found[f"{name}_segment_ids"] = jnp.broadcast_to(ids, (rows, axis.size))
-    return found
+            keywords[f"{name}_segment_ids"] = jnp.broadcast_to(ids, (rows, axis.size))
+    return keywords
 
 
 def _laid_out(x: Any, groups: Sequence[Sequence[Any]]) -> Any:

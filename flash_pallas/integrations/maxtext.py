@@ -120,33 +120,33 @@ _TO_DO = {
 
 def _refuse(layer: Any, kinds: Any, rest: dict[str, Any]) -> None:
     """Raises NotImplementedError for what is not among the arguments of `flash_attention`."""
-    found = [f"{name}: {do}" for name, do in _TO_DO.items() if rest.get(name) is not None]
+    refused = [f"{name}: {do}" for name, do in _TO_DO.items() if rest.get(name) is not None]
     if layer.attention_type == kinds.COMPRESSED:
-        found.append("attention_type compressed: set attention: dot_product")
+        refused.append("attention_type compressed: set attention: dot_product")
     if layer.config.moba:
-        found.append("moba: set attention: dot_product")
+        refused.append("moba: set attention: dot_product")
     if layer.dropout_rate:
-        found.append(f"dropout_rate {layer.dropout_rate}: MaxText passes no key; set it to 0")
+        refused.append(f"dropout_rate {layer.dropout_rate}: MaxText passes no key; set it to 0")
     if (size := layer._context_parallel_size()) > 1:
-        found.append(
+        refused.append(
             f"context parallelism over {size} devices: set it to 1, or call "
             "flash_pallas.parallel.context_parallel_attention in a model of your own"
         )
-    if found:
-        raise NotImplementedError(f"flash_pallas in MaxText cannot do {'; '.join(found)}")
+    if refused:
+        raise NotImplementedError(f"flash_pallas in MaxText cannot do {'; '.join(refused)}")
 
 
 @WORDS
 def _attend(layer: Any, op: Any, arrays: Any, q_ids: Any, rest: dict[str, Any]) -> Any:
     """Computes attention of [B, T, N, H], whose queries MaxText has scaled."""
     q, k, v = arrays
-    found = _structured(layer, op.AttentionType)
+    keywords = _structured(layer, op.AttentionType)
     if q_ids is not None:
         kv_ids = rest.get("decoder_segment_ids_kv")
-        found |= {"q_segment_ids": q_ids, "kv_segment_ids": q_ids if kv_ids is None else kv_ids}
+        keywords |= {"q_segment_ids": q_ids, "kv_segment_ids": q_ids if kv_ids is None else kv_ids}
     if (chosen := rest.get("indexer_mask")) is not None:
-        # 0 is visible; MaxText's own test of what is hidden.
-        found["mask"] = (chosen >= op.DEFAULT_MASK_VALUE * 0.5)[:, None]
+        # 0 is visible. MaxText itself compares with this number.
+        keywords["mask"] = (chosen >= op.DEFAULT_MASK_VALUE * 0.5)[:, None]
     return flash_attention_with_max_logit(
         q,
         k.astype(q.dtype),
@@ -157,7 +157,7 @@ def _attend(layer: Any, op: Any, arrays: Any, q_ids: Any, rest: dict[str, Any]) 
         sinks=rest.get("sinks"),
         empty_rows="mean",
         differentiable=_PATCH.differentiable,
-        **found,
+        **keywords,
     )
 
 

@@ -99,15 +99,15 @@ def _hooks(*models: str) -> list[Hook]:
             "no Flax model of transformers is imported yet: import its class first, or name the "
             'models, as in install("llama")'
         )
-    found = []
+    hooks = []
     for name in names:
         module = _CLIENT.imported(name)
         _CLIENT.named(module, _WEIGHTS)
         if vars(module).get("jnp") is not jnp:
             raise _CLIENT.differs(f"has a {name} without jnp")
-        found.append(Hook(module, _WEIGHTS, _weights))
-        found += [Hook(module, name, new) for name, new in _STEPS.items() if hasattr(module, name)]
-    return found
+        hooks.append(Hook(module, _WEIGHTS, _weights))
+        hooks += [Hook(module, name, new) for name, new in _STEPS.items() if hasattr(module, name)]
+    return hooks
 
 
 _PATCH = Patch(_hooks)
@@ -132,21 +132,21 @@ class _Structured:
         self.dtype = jnp.dtype(jnp.float32 if is_bias else bool)
 
     def tree_flatten(self):
-        """Returns the arrays, and the rest: it passes through jit and remat."""
+        """Returns (arrays, static fields), so that it passes through jit and remat."""
         x = self.visible
         arrays = x.q_offset, x.kv_valid, x.mask, self.bias
         return arrays, (self.shape, x.causal, x.window, self.is_bias)
 
     @classmethod
     def tree_unflatten(cls, rest, arrays):
-        """Makes one of what `tree_flatten` returned."""
+        """Makes an instance from what `tree_flatten` returned."""
         shape, causal, window, is_bias = rest
         return cls(shape, Visible(causal, window, *arrays[:3]), arrays[3], is_bias)
 
     def __getitem__(self, index: Any) -> Any:
         """Returns leading queries and keys, as modules take of a mask for the longest input."""
-        whole = slice(None)
-        if isinstance(index, tuple) and len(index) == 4 and index[:2] == (whole, whole):
+        full_slice = slice(None)
+        if isinstance(index, tuple) and len(index) == 4 and index[:2] == (full_slice, full_slice):
             rows, columns = index[2:]
             leading = all(isinstance(x, slice) and not x.start and not x.step for x in index)
             if leading and self.visible.mask is None:
@@ -171,7 +171,7 @@ class _Structured:
         shape = jnp.broadcast_shapes(self.shape, other.shape)
         return _Structured(shape, visible, bias, is_bias=True)
 
-    # jax's arrays leave a sum to it, as long as it has no __jax_array__.
+    # A sum of a jax array with this object calls it, as long as there is no __jax_array__.
     __radd__ = __add__
 
     def astype(self, dtype: Any) -> _Structured:
@@ -322,7 +322,7 @@ def _refuse(*_) -> NoReturn:
     )
 
 
-# Under jit the weights would be an output; this makes that the same message.
+# As an output of jit the weights are flattened, which raises the same error.
 jax.tree_util.register_pytree_node(_Weights, _refuse, _refuse)
 
 
@@ -337,22 +337,22 @@ def _weights(
     **options: Any,
 ) -> _Weights:
     """Returns what stands for the weights of Flax's function of these arguments."""
-    # No model passes another one; `dtype` is of the softmax, which is never below float32.
+    # No model passes others. `dtype` is that of the softmax, which is float32 or wider here.
     known = {"deterministic", "dtype", "precision"}
-    given = {name for name, x in options.items() if x is not None and x is not False}
-    if unknown := given - known:
+    in_use = {name for name, x in options.items() if x is not None and x is not False}
+    if unknown := in_use - known:
         raise NotImplementedError(f"{_WEIGHTS} got {', '.join(sorted(unknown))}, {_UNKNOWN}")
     visible = Visible()
     if isinstance(bias, _Structured):
         visible, bias = bias.visible, bias.bias
     if mask is not None:
         visible = visible & _visible_of(mask)
-    found = visible.options(query.shape[0], query.shape[1], key.shape[1])
-    found |= {"bias": bias, "precision": options.get("precision")}
+    keywords = visible.options(query.shape[0], query.shape[1], key.shape[1])
+    keywords |= {"bias": bias, "precision": options.get("precision")}
     if not options.get("deterministic") and dropout_rate > 0:
-        found |= {"dropout_rate": float(dropout_rate), "dropout_seed": dropout_rng}
-        found["broadcast_dropout"] = broadcast_dropout
-    return _Weights(query, key, found)
+        keywords |= {"dropout_rate": float(dropout_rate), "dropout_seed": dropout_rng}
+        keywords["broadcast_dropout"] = broadcast_dropout
+    return _Weights(query, key, keywords)
 
 
 def _einsum(subscripts: Any, first: Any, *rest: Any, **options: Any) -> Any:
@@ -367,12 +367,12 @@ def _einsum(subscripts: Any, first: Any, *rest: Any, **options: Any) -> Any:
     raise NotImplementedError(f"einsum({subscripts!r}) of attention weights, {_UNKNOWN}")
 
 
-def _with(module: Any, name: str, **others: Any) -> types.ModuleType:
+def _with(module: Any, name: str, **attributes: Any) -> types.ModuleType:
     """Returns a copy of a module with some other attributes."""
-    found = types.ModuleType(name)
-    found.__dict__.update(module.__dict__)
-    found.__dict__.update(others, __getattr__=lambda other: getattr(module, other))
-    return found
+    replaced = types.ModuleType(name)
+    replaced.__dict__.update(module.__dict__)
+    replaced.__dict__.update(attributes, __getattr__=lambda attribute: getattr(module, attribute))
+    return replaced
 
 
 _JNP = _with(
@@ -386,7 +386,7 @@ _JNP = _with(
     **{name: _written_out(getattr(jnp, name)) for name in ("tril", "where")},
 )
 _LAX = _with(jax.lax, "lax", dynamic_slice=_dynamic_slice, select=_select)
-# What a module of transformers gets, where it has something of this name.
+# Replaces the attributes of these names in modules of transformers that have them.
 _STEPS: dict[str, Any] = {
     "jnp": _JNP,
     "lax": _LAX,

@@ -168,7 +168,7 @@ class New(NamedTuple):
     page_table: AnyArray | None = None  # int32 [B, max_pages]
 
 
-def check(layer, cache, given: CallArguments, cross: bool, dropout_key, shape) -> None:
+def check(layer, cache, call: CallArguments, cross: bool, dropout_key, shape) -> None:
     """Checks that a call with this cache is consistent.
 
     Raises:
@@ -200,13 +200,13 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, shape) -
         raise ValueError(
             "A cache is read by flash_decode: leave attention= and context_parallel= as they are."
         )
-    said = [name for name, x in given._asdict().items() if x is not None]
-    said = [name for name in said if name != "positions"]
-    said += ["inputs_kv"] * cross + ["dropout"] * (dropout_key is not None)
-    if said:
+    refused = [name for name, x in call._asdict().items() if x is not None]
+    refused = [name for name in refused if name != "positions"]
+    refused += ["inputs_kv"] * cross + ["dropout"] * (dropout_key is not None)
+    if refused:
         raise ValueError(
-            f"A call with a cache takes no {', '.join(said)}. Padding on the right is new_lengths, "
-            "padding on the left is in the cache, as in cache._replace(starts=...)."
+            f"A call with a cache takes no {', '.join(refused)}. Padding on the right is "
+            "new_lengths, padding on the left is in the cache, as in cache._replace(starts=...)."
         )
     if isinstance(cache, RingCache):
         left = layer.window[0] if isinstance(layer.window, (tuple, list)) else layer.window
@@ -220,19 +220,21 @@ def check(layer, cache, given: CallArguments, cross: bool, dropout_key, shape) -
 def check_absent(new: New) -> None:
     """Raises ValueError if an argument for a cache is given without one, as it would be ignored."""
     names = ("new_lengths", "page_table")
-    said = [name for name, x in zip(names, new, strict=True) if x is not None]
-    if said:
-        raise ValueError(f"{' and '.join(said)} without a cache would have no effect: pass cache=.")
+    unused = [name for name, x in zip(names, new, strict=True) if x is not None]
+    if unused:
+        raise ValueError(
+            f"{' and '.join(unused)} without a cache would have no effect: pass cache=."
+        )
 
 
-def rotated(layer, cache, given: CallArguments, qkv):
+def rotated(layer, cache, call: CallArguments, qkv):
     """Applies RoPE to queries and keys. By default, positions continue after the cache's tokens."""
     query, key, value = qkv
     if layer.rope_theta is None:
-        at = given.positions
+        places = call.positions
     else:
-        at = positions(cache, query.shape[1]) if given.positions is None else given.positions
-    return *rope.rotate_query_key(query, key, at, at, layer.rope_theta), value
+        places = positions(cache, query.shape[1]) if call.positions is None else call.positions
+    return *rope.rotate_query_key(query, key, places, places, layer.rope_theta), value
 
 
 @WORDS
@@ -247,11 +249,11 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
         slopes: ALiBi slopes, one for each head, or None.
         sinks: [N], or None.
     """
-    (q, k, v), given = qkv, cache
+    (q, k, v), original = qkv, cache
     cache = cache._replace(lengths=as_int32("cache.lengths", cache.lengths))
     cache = _with_starts(cache)
-    # Of what was given: numbers of numpy are known, but are not computed yet when converted.
-    _check_fits(cache._replace(lengths=given.lengths), k, v, new)
+    # With the caller's lengths: numbers of numpy are known, but once converted not computed yet.
+    _check_fits(cache._replace(lengths=original.lengths), k, v, new)
     options = {"softcap": layer.softcap, "scale": layer.scale, "backend": layer.backend}
     options |= {"sinks": sinks} if sinks is not None else {}
     if slopes is not None:
@@ -260,7 +262,7 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
         if new.page_table is not None:
             raise ValueError("A RingCache has no pages: leave page_table out.")
         cache = _with_written(cache)
-        _check_rewind(given, cache.k.shape[1] - _reach(layer))
+        _check_rewind(original, cache.k.shape[1] - _reach(layer))
         return _attend_to_ring(layer, cache, (q, k, v), new.lengths, options)
     start, table = cache.lengths, new.page_table
     scales = cache.scales if isinstance(cache, ScaledCache) else {}
@@ -273,8 +275,8 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
         options |= {"page_table": table, "num_splits": layer.num_splits} | scales
         options["kv_starts"] = cache.starts
         return flash_decode(q, cache.k, cache.v, **options), cache
-    whole = (cache.k, scales.get("k_scale")), (cache.v, scales.get("v_scale"))
-    k, v = (_whole(*x, table, q.dtype) for x in whole)
+    stored = (cache.k, scales.get("k_scale")), (cache.v, scales.get("v_scale"))
+    k, v = (_whole(*x, table, q.dtype) for x in stored)
     if cache.starts is not None:
         options |= mesh_axes.compiled_as_auto(
             partial(_ids, q.shape[1], k.shape[1]),
@@ -352,14 +354,14 @@ def _check_fits(cache, k, v, new: New) -> None:
 
 def _whole(x, scale, page_table, dtype):
     """Returns [B, S, K, H] in this dtype: a copy, unless x is contiguous and has it."""
-    spans = x.shape[1]
+    page_size = x.shape[1]
     if scale is not None:
         scale = jnp.asarray(scale, jnp.float32)
         scale = jnp.broadcast_to(scale, (len(x), x.shape[2]))[:, None, :, None]
     if page_table is not None:
         x = gather_pages(x, page_table)
         if scale is not None:
-            scale = mesh_axes.repeated(gather_pages(scale, page_table), spans, axis=1)
+            scale = mesh_axes.repeated(gather_pages(scale, page_table), page_size, axis=1)
     if scale is not None:
         x = x.astype(jnp.float32) * scale
     return x.astype(dtype)
@@ -429,13 +431,13 @@ def _check_rewind(cache: RingCache, spare: int) -> None:
     lengths, written = known(cache.lengths), known(written)
     if lengths.min(initial=0) < 0:
         raise ValueError(f"cache.lengths is {lengths}: lengths must be at least 0")
-    back, room = written - lengths, cache.k.shape[1]
-    for b in np.flatnonzero((back > spare) & (written > room) & (lengths > 0))[:1]:
+    rewound, room = written - lengths, cache.k.shape[1]
+    for b in np.flatnonzero((rewound > spare) & (written > room) & (lengths > 0))[:1]:
         raise ValueError(
-            f"cache.lengths[{b}] is {lengths[b]}, set back by {back[b]} tokens: it must be at most "
-            f"{spare}, the rows that this ring of {room} has beyond the window, as older keys that "
-            "the window needs have been overwritten; make the ring with "
-            f"RingCache.empty(..., drafts={back[b]}), or set the length to 0 and begin anew"
+            f"cache.lengths[{b}] is {lengths[b]}, set back by {rewound[b]} tokens: it must be at "
+            f"most {spare}, the rows that this ring of {room} has beyond the window, as older keys "
+            "that the window needs have been overwritten; make the ring with "
+            f"RingCache.empty(..., drafts={rewound[b]}), or set the length to 0 and begin anew"
         )
 
 
@@ -456,12 +458,12 @@ def _as_pages(cache: RingCache, window: int, page: int):
     first = jnp.minimum(_first_keys(length, cache.written, window, pages * page), length)
     entry = first // page
     columns = jnp.arange(-(-(window + page - 1) // page), dtype=jnp.int32)[None]
-    own = jnp.arange(batch, dtype=jnp.int32)[:, None] * pages
-    # Without the barrier XLA makes the table from the lengths before this step, and copies them, as
-    # those after it take their place.
-    at = lax.optimization_barrier(entry)[:, None]
+    first_of_sequence = jnp.arange(batch, dtype=jnp.int32)[:, None] * pages
+    # Without the barrier XLA computes the table from the lengths before this step, and copies them
+    # because the new lengths overwrite them.
+    first_page = lax.optimization_barrier(entry)[:, None]
     return {
-        "page_table": own + (at + columns) % pages,
+        "page_table": first_of_sequence + (first_page + columns) % pages,
         "kv_lengths": length - entry * page,
         "kv_starts": first - entry * page,
     }
@@ -493,11 +495,11 @@ def _appended(cache: Any, k, v, new_lengths) -> RingCache:
     if new_lengths is not None:
         added = jnp.clip(as_int32("new_lengths", new_lengths), 0, count)
     step = jnp.arange(count, dtype=jnp.int32)[None]
-    # Of more tokens than there is room for, the last.
+    # Of more tokens than the ring has room for, keep the last.
     kept = (step < added[:, None]) & (step >= added[:, None] - room)
     place = jnp.where(kept, jnp.mod(positions(cache, count), room), room)
-    where = jnp.arange(len(place), dtype=jnp.int32)[:, None], place
-    write = lambda x, new: x.at[where].set(new.astype(x.dtype), mode="drop")
+    indices = jnp.arange(len(place), dtype=jnp.int32)[:, None], place
+    write = lambda x, new: x.at[indices].set(new.astype(x.dtype), mode="drop")
     after = cache.lengths + added
     written = jnp.where(cache.lengths == 0, after, jnp.maximum(cache.written, after))
     return RingCache(write(cache.k, k), write(cache.v, v), after, written)

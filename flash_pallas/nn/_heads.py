@@ -103,7 +103,7 @@ def flat_init(init, contracted: int):
     return initializer
 
 
-def project(x, kernel, bias, contracted: int, dtype=None, like=None):
+def project(x, kernel, bias, contracted: int, dtype=None, sharded_like=None):
     """Sums the last `contracted` dimensions of x against the first of kernel, and adds bias.
 
     Args:
@@ -112,9 +112,9 @@ def project(x, kernel, bias, contracted: int, dtype=None, like=None):
         bias: [*outputs] or None.
         contracted: len(inputs).
         dtype: dtype to compute in; None is the promoted dtype of the arrays.
-        like: [..., features]: on a mesh with Explicit axes the result is sharded like this array.
-            None where JAX infers the sharding. It cannot where x and kernel are both sharded along
-            `inputs`, as in the projection of heads that tensor parallelism divides.
+        sharded_like: [..., features]: on a mesh with Explicit axes the result is sharded like this
+            array. None where JAX infers the sharding. It cannot where x and kernel are both sharded
+            along `inputs`, as in the projection of heads that tensor parallelism divides.
 
     Returns:
         [..., *outputs].
@@ -123,7 +123,7 @@ def project(x, kernel, bias, contracted: int, dtype=None, like=None):
     dtype = jnp.result_type(*arrays) if dtype is None else dtype
     inputs = tuple(range(x.ndim - contracted, x.ndim))
     dimensions = ((inputs, tuple(range(contracted))), ((), ()))
-    sharding = None if like is None else _explicit_sharding(like, kernel.shape[-1])
+    sharding = None if sharded_like is None else _explicit_sharding(sharded_like, kernel.shape[-1])
     y = lax.dot_general(x.astype(dtype), kernel.astype(dtype), dimensions, out_sharding=sharding)
     if bias is not None:
         if sharding is not None:
@@ -132,12 +132,12 @@ def project(x, kernel, bias, contracted: int, dtype=None, like=None):
     return y
 
 
-def _explicit_sharding(like, features: int) -> NamedSharding | None:
-    """Returns the sharding of `like` [..., any] for an array with this number of features.
+def _explicit_sharding(sharded_like, features: int) -> NamedSharding | None:
+    """Returns the sharding of this array [..., any] for one with this number of features.
 
     It is None if no mesh axis is Explicit: the type of an array then does not tell its sharding.
     """
-    sharding = jax.typeof(like).sharding
+    sharding = jax.typeof(sharded_like).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
     *lead, last = sharding.spec

@@ -51,12 +51,12 @@ class CallArguments(NamedTuple):
 
     def of_self_attention(self) -> CallArguments:
         """Fills in the keys' arguments from those of the queries, as both are the same tokens."""
-        both = {
-            name: getattr(self, name.removeprefix("kv_")) if found is None else found
-            for name, found in self._asdict().items()
+        of_keys = {
+            name: getattr(self, name.removeprefix("kv_")) if array is None else array
+            for name, array in self._asdict().items()
             if name.startswith("kv_")
         }
-        return self._replace(**both)
+        return self._replace(**of_keys)
 
 
 # What layers call the arguments of `flash_attention`.
@@ -82,8 +82,8 @@ def check_inputs(inputs, inputs_kv, features=(None, None)) -> None:
         TypeError: the inputs are not arrays.
         ValueError: an input has fewer than two axes or other features, or batch dimensions differ.
     """
-    given = {"inputs": inputs, "inputs_kv": inputs_kv}
-    for (name, x), size in zip(given.items(), features, strict=True):
+    arrays = {"inputs": inputs, "inputs_kv": inputs_kv}
+    for (name, x), size in zip(arrays.items(), features, strict=True):
         if x is None:
             continue
         shape = as_array(name, x).shape
@@ -104,23 +104,23 @@ def check_inputs(inputs, inputs_kv, features=(None, None)) -> None:
         )
 
 
-def attend(layer, given: CallArguments, qkv, slopes, sinks, dropout_key):
+def attend(layer, call: CallArguments, qkv, slopes, sinks, dropout_key):
     """Computes o [*B, T, N, H] of a call without a cache; rotates first, if the layer does.
 
     Args:
         layer: has attention, context_parallel, rope_theta and what `keywords` reads.
-        given: arguments of this call, complete.
+        call: arguments of this call, complete.
         qkv: queries [*B, T, N, H], and keys and values [*B, S, K, H].
         slopes: ALiBi slopes, from `alibi`.
         sinks: the parameter, or None.
         dropout_key: the dropout key; None without dropout.
     """
     query, key, value = qkv
-    given = in_context(layer, given, query.shape[-3])
+    call = in_context(layer, call, query.shape[-3])
     query, key = rope.rotate_query_key(
-        query, key, given.positions, given.kv_positions, layer.rope_theta
+        query, key, call.positions, call.kv_positions, layer.rope_theta
     )
-    options = keywords(layer, given, scores_shape(query, key), slopes, sinks, dropout_key)
+    options = keywords(layer, call, scores_shape(query, key), slopes, sinks, dropout_key)
     options |= placed(layer, query.shape[-3], key.shape[-3])
     with WORDS:
         return attention(layer)(query, key, value, **options)
@@ -147,7 +147,7 @@ def placed(layer, q_len: int, kv_len: int) -> dict[str, Any]:
     return {"q_offset": 0}
 
 
-def keywords(layer, given: CallArguments, full, slopes, sinks, dropout_key) -> dict[str, Any]:
+def keywords(layer, call: CallArguments, full, slopes, sinks, dropout_key) -> dict[str, Any]:
     """Returns the keywords of `flash_attention`, without those that are not in use.
 
     So a function that replaces it only needs to support what its user asks for.
@@ -155,7 +155,7 @@ def keywords(layer, given: CallArguments, full, slopes, sinks, dropout_key) -> d
     Args:
         layer: has causal, window, scale, softcap, dropout_rate, broadcast_dropout, precision,
             deterministic_backward, differentiable and backend.
-        given: arguments of this call, complete.
+        call: arguments of this call, complete.
         full: shape of the scores, from `scores_shape`.
         slopes: ALiBi slopes, from `alibi`.
         sinks: the parameter, or None.
@@ -168,12 +168,12 @@ def keywords(layer, given: CallArguments, full, slopes, sinks, dropout_key) -> d
         "differentiable": None if layer.differentiable == "reverse" else layer.differentiable,
         "alibi_slopes": None if slopes is None else jnp.asarray(slopes, jnp.float32),
         "sinks": sinks,
-        "q_segment_ids": given.segment_ids,
-        "kv_segment_ids": given.kv_segment_ids,
-        "q_lengths": given.lengths,
-        "kv_lengths": given.kv_lengths,
-        "mask": truth(given.mask, full),
-        "bias": with_rank("bias", given.bias, full),
+        "q_segment_ids": call.segment_ids,
+        "kv_segment_ids": call.kv_segment_ids,
+        "q_lengths": call.lengths,
+        "kv_lengths": call.kv_lengths,
+        "mask": truth(call.mask, full),
+        "bias": with_rank("bias", call.bias, full),
     }
     if dropout_key is not None:
         optional |= {
@@ -214,14 +214,15 @@ def attention(layer):
     return layer.context_parallel.attend
 
 
-def in_context(layer, given: CallArguments, length: int) -> CallArguments:
+def in_context(layer, call: CallArguments, length: int) -> CallArguments:
     """Fills in the positions of context parallelism, if none are given."""
     if layer.context_parallel is None or layer.rope_theta is None:
-        return given
-    at = layer.context_parallel.positions(length)
-    own = at if given.positions is None else given.positions
-    return given._replace(
-        positions=own, kv_positions=at if given.kv_positions is None else given.kv_positions
+        return call
+    default = layer.context_parallel.positions(length)
+    q_positions = default if call.positions is None else call.positions
+    return call._replace(
+        positions=q_positions,
+        kv_positions=default if call.kv_positions is None else call.kv_positions,
     )
 
 
@@ -295,10 +296,10 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     """
     if not isinstance(num_heads, (int, np.integer)) or num_heads < 1:
         raise ValueError(f"num_heads is {num_heads!r}: it must be a positive int")
-    whole = 2 ** int(math.log2(num_heads))
+    power_of_two = 2 ** int(math.log2(num_heads))
     sequence = lambda n: np.exp2(-8.0 / n * np.arange(1, n + 1))
-    rest = sequence(2 * whole)[::2][: num_heads - whole]
-    return np.concatenate([sequence(whole), rest]).astype(np.float32)
+    interleaved = sequence(2 * power_of_two)[::2][: num_heads - power_of_two]
+    return np.concatenate([sequence(power_of_two), interleaved]).astype(np.float32)
 
 
 def segment_positions(segment_ids: Int[AnyArray, "*B T"]) -> Int[Array, "*B T"]:

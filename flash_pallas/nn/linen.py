@@ -185,13 +185,13 @@ class FlashAttention(nn.Module):
         _options.check_inputs(inputs, inputs_kv)
         heads = _heads.resolve(self, inputs.shape[-1])
         slopes = _options.alibi(self.alibi, self.num_heads)
-        given = _options.CallArguments(
+        call = _options.CallArguments(
             positions, kv_positions, segment_ids, kv_segment_ids, lengths, kv_lengths, mask, bias
         )
         new, cross = _cached.New(new_lengths, page_table), inputs_kv is not None
         if not cross:
             inputs_kv = inputs
-            given = given.of_self_attention() if cache is None else given
+            call = call.of_self_attention() if cache is None else call
         key_value = (heads.key_value, heads.dim)
         query = self._project("query", (heads.query, heads.dim), _heads.QUERY_AXES)(inputs)
         key = self._project("key", key_value, _heads.KEY_VALUE_AXES)(inputs_kv)
@@ -203,13 +203,13 @@ class FlashAttention(nn.Module):
         sinks, dropout_key = self._sinks(), self._dropout_key(deterministic)
         out = self._project("out", (heads.out_features,), _heads.OUT_AXES, contracted=2)
         if cache is not None:
-            _cached.check(self, cache, given, cross, dropout_key, inputs.shape)
-            qkv = _cached.rotated(self, cache, given, (query, key, value))
+            _cached.check(self, cache, call, cross, dropout_key, inputs.shape)
+            qkv = _cached.rotated(self, cache, call, (query, key, value))
             attended, cache = _cached.attend(self, cache, qkv, new, slopes, sinks)
             return out(attended, inputs), cache
         _cached.check_absent(new)
         qkv = query, key, value
-        attended = _options.attend(self, given, qkv, slopes, sinks, dropout_key)
+        attended = _options.attend(self, call, qkv, slopes, sinks, dropout_key)
         return out(attended, inputs)
 
     def _sinks(self):
@@ -250,7 +250,7 @@ class _Projection(nn.Module):
     bias_init: Callable[..., Any]
 
     @nn.compact
-    def __call__(self, x, like=None):
+    def __call__(self, x, sharded_like=None):
         kernel_init = nn.with_logical_partitioning(
             _heads.flat_init(self.kernel_init, self.contracted), self.axes
         )
@@ -260,7 +260,7 @@ class _Projection(nn.Module):
         if self.use_bias:
             bias_init = nn.with_logical_partitioning(self.bias_init, self.axes[self.contracted :])
             bias = self.param("bias", bias_init, self.outputs, self.param_dtype)
-        return _heads.project(x, kernel, bias, self.contracted, self.dtype, like)
+        return _heads.project(x, kernel, bias, self.contracted, self.dtype, sharded_like)
 
 
 class _Norm(nn.Module):

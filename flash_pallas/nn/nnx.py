@@ -235,13 +235,13 @@ class FlashAttention(nnx.Module):
         """
         sizes = self.query.kernel.shape[0], self.key.kernel.shape[0]
         _options.check_inputs(inputs, inputs_kv, sizes)
-        given = _options.CallArguments(
+        call = _options.CallArguments(
             positions, kv_positions, segment_ids, kv_segment_ids, lengths, kv_lengths, mask, bias
         )
         new, cross = _cached.New(new_lengths, page_table), inputs_kv is not None
         if not cross:
             inputs_kv = inputs
-            given = given.of_self_attention() if cache is None else given
+            call = call.of_self_attention() if cache is None else call
         query, key, value = self.query(inputs), self.key(inputs_kv), self.value(inputs_kv)
         if self.qk_norm is not None:
             suffix = _heads.NORM_SUFFIX[self.qk_norm]
@@ -250,13 +250,13 @@ class FlashAttention(nnx.Module):
         sinks = None if self.sinks is None else self.sinks[...]
         dropout_key = self._dropout_key(deterministic, rngs)
         if cache is not None:
-            _cached.check(self, cache, given, cross, dropout_key, inputs.shape)
-            qkv = _cached.rotated(self, cache, given, (query, key, value))
+            _cached.check(self, cache, call, cross, dropout_key, inputs.shape)
+            qkv = _cached.rotated(self, cache, call, (query, key, value))
             attended, cache = _cached.attend(self, cache, qkv, new, self.slopes, sinks)
             return self.out(attended, inputs), cache
         _cached.check_absent(new)
         qkv = query, key, value
-        attended = _options.attend(self, given, qkv, self.slopes, sinks, dropout_key)
+        attended = _options.attend(self, call, qkv, self.slopes, sinks, dropout_key)
         return self.out(attended, inputs)
 
     def set_view(self, deterministic: bool | None = None):
@@ -291,9 +291,9 @@ class _Projection(nnx.Module):
         self.kernel, self.bias = kernel, nnx.data(bias)
         self.contracted, self.dtype = contracted, dtype
 
-    def __call__(self, x, like=None):
+    def __call__(self, x, sharded_like=None):
         bias = None if self.bias is None else self.bias[...]
-        return _heads.project(x, self.kernel[...], bias, self.contracted, self.dtype, like)
+        return _heads.project(x, self.kernel[...], bias, self.contracted, self.dtype, sharded_like)
 
 
 class _ProjectionMaker:

@@ -190,7 +190,7 @@ def context_parallel_attention(
     validate.check_shapes(q, k, v)
     cuts = Cuts.of(mesh, axis, batch_axis, head_axis)
     cuts.check_sizes(q, k, layout == "zigzag")
-    # Here, as jit cuts off the high half of what numpy has in 64 bits.
+    # Before jit, which would truncate 64-bit integers of numpy.
     rows = {
         "q_segment_ids": q_segment_ids,
         "kv_segment_ids": kv_segment_ids,
@@ -199,14 +199,14 @@ def context_parallel_attention(
     }
     rows = {name: as_int32(name, x) for name, x in rows.items() if x is not None}
     _check_rows(rows, q.shape[:2])
-    given = rows | {
+    arrays = rows | {
         "sinks": sinks,
         "dropout_seed": None if dropout_seed is None else seed_words(dropout_seed),
     }
-    given = {name: x for name, x in given.items() if x is not None}
+    arrays = {name: x for name, x in arrays.items() if x is not None}
     static = {"strategy": strategy, "layout": layout, "return_lse": return_lse, **options}
     static = {name: _static(name, x, q.shape[3]) for name, x in static.items()}
-    return _on_devices(cuts, tuple(sorted(static.items())), q, k, v, given)
+    return _on_devices(cuts, tuple(sorted(static.items())), q, k, v, arrays)
 
 
 def _static(name: str, value, head_dim: int):
@@ -226,33 +226,33 @@ def _static(name: str, value, head_dim: int):
     if name == "window":
         band = checks.static_band(False, value)
         return band.left, band.right
-    return value if isinstance(value, Hashable) else repr(value)  # to be refused by what it is
+    return value if isinstance(value, Hashable) else repr(value)  # refused later, with its repr
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _on_devices(cuts: Cuts, options, q, k, v, given):
+def _on_devices(cuts: Cuts, options, q, k, v, arrays):
     """Runs `sharded_attention` on every device; jitted, so that eager calls do not run op by op."""
     static = dict(options)
     length, uneven = q.shape[1], q.shape[1] % cuts.shards(cuts.sequence) > 0
     if uneven:
-        if not set(_IDS) & set(given):
-            given = given | dict.fromkeys(_IDS, jnp.zeros(q.shape[:2], jnp.int32))
+        if not set(_IDS) & set(arrays):
+            arrays = arrays | dict.fromkeys(_IDS, jnp.zeros(q.shape[:2], jnp.int32))
         q, k, v = (_lengthened(cuts, name, x) for name, x in zip("qkv", (q, k, v), strict=True))
-        given = {name: _lengthened(cuts, name, x) for name, x in given.items()}
-    rows, specs = cuts.spec("o"), {name: cuts.spec(name) for name in given}
-    place = {"axis": cuts.sequence, "shard_axes": (cuts.batch, cuts.heads)}
+        arrays = {name: _lengthened(cuts, name, x) for name, x in arrays.items()}
+    rows, specs = cuts.spec("o"), {name: cuts.spec(name) for name in arrays}
+    axes = {"axis": cuts.sequence, "shard_axes": (cuts.batch, cuts.heads)}
     local = jax.shard_map(
-        lambda q, k, v, given: sharded_attention(q, k, v, **place, **static, **given),
+        lambda q, k, v, arrays: sharded_attention(q, k, v, **axes, **static, **arrays),
         mesh=cuts.mesh,
         in_specs=(rows, rows, rows, specs),
         out_specs=(rows, cuts.spec("lse")) if static["return_lse"] else rows,
     )
-    if AxisType.Explicit in cuts.mesh.axis_types:  # Here shard_map moves nothing by itself.
-        put = lambda x, spec: jax.sharding.reshard(x, NamedSharding(cuts.mesh, spec))
-        q, k, v = (put(x, rows) for x in (q, k, v))
-        given = {name: put(x, specs[name]) for name, x in given.items()}
-    found = local(q, k, v, given)
-    return jax.tree.map(partial(_shortened, length), found) if uneven else found
+    if AxisType.Explicit in cuts.mesh.axis_types:  # shard_map does not reshard on such a mesh
+        reshard = lambda x, spec: jax.sharding.reshard(x, NamedSharding(cuts.mesh, spec))
+        q, k, v = (reshard(x, rows) for x in (q, k, v))
+        arrays = {name: reshard(x, specs[name]) for name, x in arrays.items()}
+    outputs = local(q, k, v, arrays)
+    return jax.tree.map(partial(_shortened, length), outputs) if uneven else outputs
 
 
 @overload
@@ -354,9 +354,11 @@ def sharded_attention(
     _check_lengths(q, k)
     if zigzag:
         _check_zigzag(q)
-    given = any(x is not None for x in (q_positions, kv_positions)) or checks.window_is_data(window)
-    if given:
-        # Counted in the whole sequence, where a part of it would begin with 0.
+    has_positions = any(
+        x is not None for x in (q_positions, kv_positions)
+    ) or checks.window_is_data(window)
+    if has_positions:
+        # Positions in the whole sequence; by default a part's would begin at 0.
         index = local_positions(lax.axis_index(axis), q.shape[1], shards, zigzag)
         index = jnp.broadcast_to(index, q.shape[:2])
         q_positions = index if q_positions is None else q_positions
@@ -391,7 +393,7 @@ def sharded_attention(
     return (o, lse) if return_lse else o
 
 
-def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> Any:
+def _ring(q, k, v, axis, zigzag: bool, backend: str, arguments: Arguments) -> tuple[Any, Any]:
     """Computes (o, lse) by ring attention."""
     dispatch.check_name(backend)
     call = validate.canonicalize(q, k, v, arguments)
@@ -410,13 +412,13 @@ def _lengthened(cuts: Cuts, name: str, x):
     """Pads an array [B, T, ...] so that the devices divide T; other arrays are unchanged."""
     if name in ("sinks", "dropout_seed"):
         return x
-    if AxisType.Explicit in cuts.mesh.axis_types:  # where only a whole axis can be of any length
+    if AxisType.Explicit in cuts.mesh.axis_types:  # only an unsharded axis may have any length
         batch, _, *heads = cuts.spec(name)
-        whole = PartitionSpec(batch, None, *heads)
-        x = jax.sharding.reshard(x, NamedSharding(cuts.mesh, whole))
-    after = [(0, 0)] * x.ndim
-    after[1] = (0, -x.shape[1] % cuts.shards(cuts.sequence))
-    return jnp.pad(x, after, constant_values=-1 if name in _IDS else 0)
+        unsharded = PartitionSpec(batch, None, *heads)
+        x = jax.sharding.reshard(x, NamedSharding(cuts.mesh, unsharded))
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, -x.shape[1] % cuts.shards(cuts.sequence))
+    return jnp.pad(x, padding, constant_values=-1 if name in _IDS else 0)
 
 
 def _shortened(length: int, x):

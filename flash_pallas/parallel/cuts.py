@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..typing import MeshAxes
 from .layout import names_of
 
 
@@ -18,9 +19,9 @@ class Cuts:
     """Mesh axes that shard sequence, batch and heads: each a name, a tuple of names or None."""
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-    sequence: Any
-    batch: Any
-    heads: Any
+    sequence: str | tuple[str, ...]
+    batch: MeshAxes
+    heads: MeshAxes
 
     @classmethod
     def of(cls, mesh, axis, batch_axis, head_axis) -> Cuts:
@@ -35,15 +36,15 @@ class Cuts:
                 f"mesh is {mesh!r}: it must be a jax.sharding.Mesh with the axis that cuts the "
                 "sequence, as in jax.make_mesh((8,), ('context',))"
             )
-        given = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
-        given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-        if not names_of(given["axis"]):
+        axes_of = {"axis": axis, "batch_axis": batch_axis, "head_axis": head_axis}
+        axes_of = {name: tuple(x) if isinstance(x, list) else x for name, x in axes_of.items()}
+        if not names_of(axes_of["axis"]):
             raise ValueError(
                 f"axis is {axis!r}: name the mesh axis that cuts the sequence, of "
                 f"{mesh.axis_names}; flash_attention needs none"
             )
         of_name: dict[Any, str] = {}
-        for argument, axes in given.items():
+        for argument, axes in axes_of.items():
             for name in names_of(axes):
                 if name not in mesh.axis_names:
                     raise ValueError(
@@ -55,7 +56,7 @@ class Cuts:
                         "of sequence, batch and heads, once"
                     )
                 of_name[name] = argument
-        return cls(mesh, *given.values())
+        return cls(mesh, *axes_of.values())
 
     def shards(self, axes) -> int:
         """Returns the number of parts into which these axes divide an array."""
@@ -69,20 +70,20 @@ class Cuts:
         """
         of_batch = "pad it, or leave batch_axis out"
         of_heads = "repeat heads with jnp.repeat, or leave head_axis out"
-        wanted = [
+        divisions = [
             ("the batch size", q.shape[0], "batch_axis", self.batch, 1, of_batch),
             ("the number of query heads", q.shape[2], "head_axis", self.heads, 1, of_heads),
             ("the number of key heads", k.shape[2], "head_axis", self.heads, 1, of_heads),
         ]
         if zigzag:
             of_tokens = "the zigzag layout has two chunks a device; pad with segment ids of -1"
-            wanted.append(("the length", q.shape[1], "axis", self.sequence, 2, of_tokens))
-        for what, size, argument, axes, chunks, way_out in wanted:
+            divisions.append(("the length", q.shape[1], "axis", self.sequence, 2, of_tokens))
+        for dimension, size, argument, axes, chunks, way_out in divisions:
             shards = self.shards(axes)
             if size % (chunks * shards):
                 raise ValueError(
-                    f"{what} is {size} and {argument}={axes!r} has {shards} devices: it must be a "
-                    f"multiple of {chunks * shards}; {way_out}"
+                    f"{dimension} is {size} and {argument}={axes!r} has {shards} devices: it must "
+                    f"be a multiple of {chunks * shards}; {way_out}"
                 )
 
     def spec(self, name: str) -> PartitionSpec:
@@ -107,8 +108,9 @@ def shards_around(axis) -> int:
     try:
         return lax.axis_size(axis)
     except NameError:
-        here = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
         raise ValueError(
             f"axis is {axis!r}: sharded_attention runs inside a jax.shard_map over that axis, and "
-            f"here there are {here or 'none'}; on whole arrays call context_parallel_attention"
+            f"here there are {manual_axes or 'none'}; on whole arrays call "
+            "context_parallel_attention"
         ) from None

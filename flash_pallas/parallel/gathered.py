@@ -35,17 +35,17 @@ def all_gather_attention(
     me = lax.axis_index(axis)
     size = length // 2 if zigzag else length
     chunks = (me, 2 * shards - 1 - me) if zigzag else (me,)
-    found = []
+    parts = []
     for number, chunk in enumerate(chunks):
         rows = slice(number * size, (number + 1) * size)
-        given: dict[str, Any] = options | of_keys
-        given["q_segment_ids"] = None if q_ids is None else q_ids[:, rows]
+        arguments: dict[str, Any] = options | of_keys
+        arguments["q_segment_ids"] = None if q_ids is None else q_ids[:, rows]
         if positions is None:
-            given["q_offset"] = (chunk * size).astype(jnp.int32)
+            arguments["q_offset"] = (chunk * size).astype(jnp.int32)
         else:
-            given["q_positions"] = positions[:, rows]
-        found.append(flash_attention_with_lse(q[:, rows], k, v, **given))
-    o, lse = zip(*found, strict=True)
+            arguments["q_positions"] = positions[:, rows]
+        parts.append(flash_attention_with_lse(q[:, rows], k, v, **arguments))
+    o, lse = zip(*parts, strict=True)
     return jnp.concatenate(o, axis=1), jnp.concatenate(lse, axis=2)
 
 
@@ -70,17 +70,19 @@ def ulysses_attention(
     to_heads = lambda x: _ordered(
         lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True), shards, zigzag
     )
-    given = dict(options)
+    arguments = dict(options)
     for name in ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions"):
-        if given[name] is not None:
-            whole = lax.all_gather(given[name], axis, axis=1, tiled=True)
-            given[name] = _ordered(whole, shards, zigzag)
-    if given["sinks"] is not None:
+        if arguments[name] is not None:
+            gathered = lax.all_gather(arguments[name], axis, axis=1, tiled=True)
+            arguments[name] = _ordered(gathered, shards, zigzag)
+    if arguments["sinks"] is not None:
         size = heads // shards
-        given["sinks"] = lax.dynamic_slice_in_dim(given["sinks"], lax.axis_index(axis) * size, size)
-    batch_axes, head_axes = given["shard_axes"] or (None, None)
-    given["shard_axes"] = batch_axes, (*names_of(head_axes), *names_of(axis))
-    o, lse = flash_attention_with_lse(to_heads(q), to_heads(k), to_heads(v), **given)
+        arguments["sinks"] = lax.dynamic_slice_in_dim(
+            arguments["sinks"], lax.axis_index(axis) * size, size
+        )
+    batch_axes, head_axes = arguments["shard_axes"] or (None, None)
+    arguments["shard_axes"] = batch_axes, (*names_of(head_axes), *names_of(axis))
+    o, lse = flash_attention_with_lse(to_heads(q), to_heads(k), to_heads(v), **arguments)
     to_sequence = lambda x, sequence, head: lax.all_to_all(
         _as_laid_out(x, shards, zigzag, sequence), axis, sequence, head, tiled=True
     )

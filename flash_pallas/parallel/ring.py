@@ -37,7 +37,7 @@ class Ring:
         backend: name of the backend, or "auto".
     """
 
-    axis: Any
+    axis: str | tuple[str, ...]
     plan: Plan
     spec: AttentionSpec
     backend: str
@@ -74,7 +74,7 @@ def attend(ring: Ring, operands: Operands):
     It runs inside `jax.shard_map`. All operands except sinks are this device's parts.
     """
     axes = mesh_axes.varying(operands)
-    # Outside shard_map's check of types no value has axes, and none must be given one.
+    # Without shard_map's check of varying axes no value has any, and none may be added.
     axes = axes | frozenset(names_of(ring.axis)) if axes else axes
     operands = mesh_axes.spread(operands, axes)
     if ring.spec.differentiable == "any":
@@ -92,21 +92,21 @@ def _attend_fwd(ring: Ring, primals: Operands):
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     operands = jax.tree.map(lambda x: x.value, primals, is_leaf=is_primal)
     names = _Sums(derivatives.SAVED_NAMES[0], *(derivatives.SAVED_NAMES[1],) * 2)
-    found = jax.tree.map(checkpoint_name, _forward(ring, operands), names)
-    return _public(ring, found), (operands, found)
+    sums = jax.tree.map(checkpoint_name, _forward(ring, operands), names)
+    return _public(ring, sums), (operands, sums)
 
 
-def _attend_bwd(ring: Ring, residuals, cotangents):
+def _attend_bwd(ring: Ring, residuals, output_cotangents):
     operands, (o, lse_log2, shift) = residuals
-    do, dlse = cotangents
+    do, dlse = output_cotangents
     do = jnp.zeros_like(o) if isinstance(do, SymbolicZero) else do
     dlse = None if isinstance(dlse, SymbolicZero) else dlse
     delta = derivatives.delta_of(operands, o, do, dlse, lse_log2)
-    given = Cotangents(lse_log2, do, delta, shift, o, dlse)
-    dq, dk, dv = _backward(ring, operands, given)
+    cotangents = Cotangents(lse_log2, do, delta, shift, o, dlse)
+    dq, dk, dv = _backward(ring, operands, cotangents)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     sinks = operands.sinks
-    dsinks = None if sinks is None else derivatives.sink_gradient(sinks, given, ring.unit)
+    dsinks = None if sinks is None else derivatives.sink_gradient(sinks, cotangents, ring.unit)
     none = none._replace(score_params=(), mask_params=())
     return (none._replace(q=dq, k=dk, v=dv, sinks=dsinks),)
 
@@ -117,9 +117,9 @@ _attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 _jitted = jax.jit(_attend, static_argnums=0)
 
 
-def _public(ring: Ring, found: _Sums):
+def _public(ring: Ring, sums: _Sums):
     """Returns (o, natural lse)."""
-    return found.o, softmax.natural(found.lse_log2, found.shift, ring.unit)
+    return sums.o, softmax.natural(sums.lse_log2, sums.shift, ring.unit)
 
 
 def _forward(ring: Ring, operands: Operands) -> _Sums:
@@ -162,9 +162,9 @@ def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums,
         mine = _Sums(sums.o[:, half], sums.lse_log2[:, :, half], sums.shift[:, :, half])
         shift = jnp.zeros_like(mine.shift) if out.shift is None else out.shift
         theirs = _Sums(out.o.astype(mine.o.dtype), out.lse_log2, shift)
-        found = _merged(ring, jax.tree.map(lambda *x: jnp.stack(x), mine, theirs))
-        put = lambda x, part, axis, rows=piece.rows: _replaced(x, part, axis, rows)
-        sums = jax.tree.map(put, sums, found, _Sums(1, 2, 2))
+        merged = _merged(ring, jax.tree.map(lambda *x: jnp.stack(x), mine, theirs))
+        replace = lambda x, part, axis, rows=piece.rows: _replaced(x, part, axis, rows)
+        sums = jax.tree.map(replace, sums, merged, _Sums(1, 2, 2))
     return sums
 
 
@@ -183,8 +183,7 @@ def _merged(ring: Ring, parts: _Sums, sinks=None) -> _Sums:
     """Merges stacked results of attention to parts of the keys into that to all of them."""
     last = lambda x: jnp.swapaxes(x, -1, -2)  # [.., N, T] to [.., T, N]
     sinks = None if sinks is None else last(sinks)
-    given = parts.o, last(parts.lse_log2), last(parts.shift)
-    o, *rows = softmax.merge(*given, sinks, ring.unit)
+    o, *rows = softmax.merge(parts.o, last(parts.lse_log2), last(parts.shift), sinks, ring.unit)
     return _Sums(o, *map(last, rows))
 
 
@@ -203,12 +202,12 @@ def _backward(ring: Ring, operands: Operands, cotangents: Cotangents):
             ring, step, wrapped, operands, cotangents, sums, keys
         )
         dq, *own = _either(ring, step, gradients, start, keys)
-        # Theirs were sent on in the step before: this one's kernels ran meanwhile.
+        # The arriving sums were sent in the step before, while this step's kernels ran.
         own = own if travelling is None else jax.tree.map(jnp.add, own, travelling)
         travelling = _rotated(ring, own, -last if step == last else 1)
         keys = arriving
-    found = zip((dq, *travelling), (operands.q, operands.k, operands.v), strict=True)
-    return tuple(g.astype(x.dtype) for g, x in found)
+    pairs = zip((dq, *travelling), (operands.q, operands.k, operands.v), strict=True)
+    return tuple(gradient.astype(x.dtype) for gradient, x in pairs)
 
 
 def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotangents, sums, keys):
@@ -233,8 +232,8 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
 def _of_rows(cotangents: Cotangents, half: slice) -> Cotangents:
     """Returns the cotangents of some of the queries."""
     cut = lambda name, x: x[:, half] if name in ("do", "o") else x[:, :, half]
-    given = cotangents._asdict().items()
-    return Cotangents(**{name: None if x is None else cut(name, x) for name, x in given})
+    fields = cotangents._asdict().items()
+    return Cotangents(**{name: None if x is None else cut(name, x) for name, x in fields})
 
 
 def _part(ring: Ring, step: int, wrapped: bool, piece: Piece, operands: Operands, keys: _Keys):
@@ -282,10 +281,10 @@ def _chosen(ring: Ring, spec: AttentionSpec, part: Operands):
 
 def _either(ring: Ring, step: int, fold, sums, keys):
     """Calls fold(wrapped, sums, keys) as it is for this device; a no-op if no device has work."""
-    has = [bool(ring.plan.pieces(step, wrapped)) for wrapped in (False, True)]
+    has_pieces = [bool(ring.plan.pieces(step, wrapped)) for wrapped in (False, True)]
     if step == 0:
         return fold(False, sums, keys)
-    if not any(has):
+    if not any(has_pieces):
         return sums
     return lax.cond(
         lax.axis_index(ring.axis) >= step, partial(fold, False), partial(fold, True), sums, keys
@@ -297,8 +296,8 @@ def _rotated(ring: Ring, tree, shift: int = 1):
     size = ring.plan.shards
     if not shift % size:
         return tree
-    there = [(i, (i + shift) % size) for i in range(size)]
-    return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, there), tree)
+    permutation = [(i, (i + shift) % size) for i in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, permutation), tree)
 
 
 def _halves(length: int, half: int | None) -> slice:

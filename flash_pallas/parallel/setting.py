@@ -77,12 +77,14 @@ class ContextParallel:
                 "over devices takes causal, window, scale, softcap, segment ids (negative ones are "
                 "padding), sinks and dropout"
             )
-        how = {"axis": self.axis, "strategy": self.strategy, "layout": self.layout}
+        arrangement = {"axis": self.axis, "strategy": self.strategy, "layout": self.layout}
         if self._inside:
             axes = (self.batch_axis, self.head_axis)
-            return sharded_attention(q, k, v, shard_axes=axes, **how, **options)
+            return sharded_attention(q, k, v, shard_axes=axes, **arrangement, **options)
         axes = {"batch_axis": self.batch_axis, "head_axis": self.head_axis}
-        return context_parallel_attention(q, k, v, mesh=self._mesh, **axes, **how, **options)
+        return context_parallel_attention(
+            q, k, v, mesh=self._mesh, **axes, **arrangement, **options
+        )
 
     def positions(self, length: int) -> Array:
         """Returns int32[length]: the positions of the tokens of a call, for RoPE.
