@@ -178,8 +178,8 @@ def by_platform(device: Device, on_cuda: Callable, elsewhere: Callable, *args):
     with within(device):
         cuda, results = traced(on_cuda)
     other, _ = traced(elsewhere)
-    found = _by_platform.bind(*jax.tree.leaves(args), cuda=cuda, elsewhere=other, device=device)
-    return jax.tree.unflatten(jax.tree.structure(results), found)
+    leaves = _by_platform.bind(*jax.tree.leaves(args), cuda=cuda, elsewhere=other, device=device)
+    return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
 
 _by_platform = Primitive("flash_attention_by_platform")

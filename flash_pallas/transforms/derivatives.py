@@ -118,17 +118,17 @@ def gradients(backend, spec, blocks, operands, out: Outputs, do, dlse, wanted) -
         Operands: gradients of those that have one, None for all others.
     """
     if backend.vjp.reads_output:
-        given = Cotangents(out.lse_log2, do, None, out.shift, out.o, dlse)
+        cotangents = Cotangents(out.lse_log2, do, None, out.shift, out.o, dlse)
     else:
         delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
-        given = Cotangents(out.lse_log2, do, delta, out.shift)
-    grads = backward_of(backend, spec, blocks, wanted)(operands, given)
+        cotangents = Cotangents(out.lse_log2, do, delta, out.shift)
+    grads = backward_of(backend, spec, blocks, wanted)(operands, cotangents)
     if spec.score_mod is not None:
         # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
         grads = padding.cleared(operands, grads)
     sinks = None
     if operands.sinks is not None:
-        sinks = sink_gradient(operands.sinks, given, describe(operands, spec).unit)
+        sinks = sink_gradient(operands.sinks, cotangents, describe(operands, spec).unit)
     none = operands._replace(**dict.fromkeys(Operands._fields))
     params = grads.score_params or (None,) * len(operands.score_params)
     return none._replace(
@@ -228,10 +228,10 @@ def push_of(backend, spec):
     `forward_of` it has that of the partitioner alone.
     """
 
-    def push(operands, given, found=None):
+    def push(operands, tangents, outputs=None):
         with own_width(operands):
-            result = backend.jvp.run(spec, operands, given, found)
-            if found is None:
+            result = backend.jvp.run(spec, operands, tangents, outputs)
+            if outputs is None:
                 out = padding.discarded(operands, Outputs(*result[:3]))
                 result = result._replace(o=out.o, lse_log2=out.lse_log2, shift=out.shift)
         return mesh_axes.spread(result, mesh_axes.varying(operands))
@@ -246,9 +246,11 @@ def push_backward_of(backend, spec):
     Arguments are those of `JvpOfVjp.run`; the wrap is that of `push_of`.
     """
 
-    def push(operands, cotangents, given, moved):
+    def push(operands, cotangents, tangents, cotangents_tangents):
         with own_width(operands):
-            grads = backend.jvp_of_vjp.run(spec, operands, cotangents, given, moved)
+            grads = backend.jvp_of_vjp.run(
+                spec, operands, cotangents, tangents, cotangents_tangents
+            )
         return mesh_axes.spread(grads, mesh_axes.varying(operands))
 
     return sharding.per_shard(push, backend.partitionable)
@@ -269,9 +271,9 @@ def _first_order_only(call, results, *args):
 
 
 @_first_order_only.defjvp
-def _second_order(call, results, primals, given):
+def _second_order(call, results, primals, tangents):
     out = _first_order_only(call, results, *primals)
-    return out, undifferentiable.tangents(out, given, NO_SECOND_ORDER)
+    return out, undifferentiable.tangents(out, tangents, NO_SECOND_ORDER)
 
 
 NO_SECOND_ORDER = (
@@ -415,18 +417,18 @@ def fold_decode(size: int, is_batched: DecodeOperands, operands: DecodeOperands)
     own_cache = any(getattr(is_batched, name) for name in of_cache)
     rows = operands.k.shape[1 if is_batched.k else 0]
     fold = _Fold(size, 0, inner=False)
-    found = {}
+    folded = {}
     for name, x in operands._asdict().items():
         batched = getattr(is_batched, name)
         if x is None or (name in of_cache and operands.page_table is not None and not own_cache):
-            found[name] = x
+            folded[name] = x
             continue
         if name in ("k_scale", "v_scale"):  # One row is for all.
             axis = 1 if batched else 0
             x = jnp.broadcast_to(x, (*x.shape[:axis], rows, x.shape[-1]))
-        found[name] = fold.one(x, batched)
+        folded[name] = fold.one(x, batched)
     if operands.page_table is not None and own_cache:
-        table = jnp.clip(found["page_table"], 0, rows - 1)
-        first = jnp.repeat(jnp.arange(size, dtype=jnp.int32) * rows, len(found["q"]) // size)
-        found["page_table"] = table + first.reshape(-1, *[1] * (table.ndim - 1))
-    return DecodeOperands(**found)
+        table = jnp.clip(folded["page_table"], 0, rows - 1)
+        first = jnp.repeat(jnp.arange(size, dtype=jnp.int32) * rows, len(folded["q"]) // size)
+        folded["page_table"] = table + first.reshape(-1, *[1] * (table.ndim - 1))
+    return DecodeOperands(**folded)

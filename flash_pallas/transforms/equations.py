@@ -62,25 +62,27 @@ class Call:
         """True if the backend runs compiled, without the effects of the interpreter."""
         return self.backend.partitionable
 
-    def pushes(self, operands: Operands, given: Operands, *, primal: bool) -> bool:
+    def pushes(self, operands: Operands, tangents: Operands, *, primal: bool) -> bool:
         """Returns whether the backend has forward mode for these tangents; see `Jvp.refusal`."""
-        problem, moves = describe(operands, self.spec), moves_of(given)
+        problem, moves = describe(operands, self.spec), moves_of(tangents)
         refusal = self.backend.jvp.refusal(problem, self.blocks, moves, primal=primal)
         return refusal is None
 
-    def push(self, operands: Operands, given: Operands, found: Outputs | None) -> Results:
+    def push(self, operands: Operands, tangents: Operands, outputs: Outputs | None) -> Results:
         """Computes the backend's forward mode, and the share of the sinks; see `Jvp.run`."""
-        rows = () if found is None else (found._replace(max_logit=None),)
-        full = with_zeros(operands, given)
-        found_ = derivatives.push_of(self.backend, self.spec)(operands, full, *rows)
-        out = found_ if found is None else found_._replace(**dict(zip(SHARED, found, strict=False)))
+        rows = () if outputs is None else (outputs._replace(max_logit=None),)
+        full = with_zeros(operands, tangents)
+        moved = derivatives.push_of(self.backend, self.spec)(operands, full, *rows)
+        out = (
+            moved if outputs is None else moved._replace(**dict(zip(SHARED, outputs, strict=False)))
+        )
         # Padding sees no keys. Its log-sum-exp is its sink, unless it lies beyond a length.
         do, dlse = (
             padding.cleared_queries(operands, out.do),
             padding.cleared_rows(operands, out.dlse),
         )
         out = out._replace(do=do, dlse=dlse)
-        do, dlse = with_sinks(operands, given.sinks, out, describe(operands, self.spec).unit)
+        do, dlse = with_sinks(operands, tangents.sinks, out, describe(operands, self.spec).unit)
         return out._replace(do=do, dlse=dlse)
 
     def either(self, kernels, smooth, *args):
@@ -109,15 +111,15 @@ class Call:
 SHARED = ("o", "lse_log2", "shift")  # fields of Outputs and of Tangents
 
 
-def moves_of(given: Operands) -> frozenset[str]:
+def moves_of(tangents: Operands) -> frozenset[str]:
     """Returns the names of the operands that have tangents."""
-    return frozenset(name for name in MOVING if jax.tree.leaves(getattr(given, name)))
+    return frozenset(name for name in MOVING if jax.tree.leaves(getattr(tangents, name)))
 
 
-def with_zeros(operands: Operands, given: Operands) -> Operands:
+def with_zeros(operands: Operands, tangents: Operands) -> Operands:
     """Returns tangents of which those of q, k and v are arrays, of zeros where they were None."""
-    return given._replace(
-        **{n: _zero_for_none(getattr(operands, n), getattr(given, n)) for n in ("q", "k", "v")}
+    return tangents._replace(
+        **{n: _zero_for_none(getattr(operands, n), getattr(tangents, n)) for n in ("q", "k", "v")}
     )
 
 
@@ -196,47 +198,47 @@ class SavedBoth:
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """The static part of an equation, whose arguments are the leaves of `saved` and of `given`.
+    """The static part of an equation, whose arguments are the leaves of `saved` and of `linear`.
 
     Attributes:
         call: what is static of the call.
         saved: structure of the residuals.
-        given: structure of what the equation is linear in.
+        linear: structure of what the equation is linear in.
     """
 
     call: Call
     saved: Any
-    given: Any
+    linear: Any
 
     def parts(self, args) -> tuple[Any, Any]:
-        """Returns (saved, given) of a list of arguments, which may be arrays or anything else."""
+        """Returns (saved, linear) of a list of arguments, which may be arrays or anything else."""
         count = self.saved.num_leaves
-        return self.saved.unflatten(args[:count]), self.given.unflatten(args[count:])
+        return self.saved.unflatten(args[:count]), self.linear.unflatten(args[count:])
 
     def __call__(self, *args) -> list[Any]:
         """Computes the results."""
         return self.run(*self.parts(args))
 
-    def run(self, saved, given) -> list[Any]:
+    def run(self, saved, linear) -> list[Any]:
         """Computes the results."""
         raise NotImplementedError
 
-    def smooth(self, moving, saved, given) -> list[Any]:
+    def smooth(self, moving, saved, linear) -> list[Any]:
         """Computes the results in jnp, which JAX differentiates, for other `saved.moving`."""
         raise NotImplementedError
 
-    def transposed(self, cotangents, saved, given) -> list[Any]:
-        """Returns the cotangents of those leaves of `given` that are ad.UndefinedPrimal."""
+    def transposed(self, cotangents, saved, linear) -> list[Any]:
+        """Returns the cotangents of those leaves of `linear` that are ad.UndefinedPrimal."""
         raise NotImplementedError
 
-    def pushed(self, saved, given, dsaved, dgiven) -> list[Any] | None:
+    def pushed(self, saved, linear, dsaved, dlinear) -> list[Any] | None:
         """Returns the tangents of the results, or None where they are those of `smooth`.
 
         Args:
             saved: the residuals.
-            given: what the equation is linear in.
+            linear: what the equation is linear in.
             dsaved: tangents of `saved.moving`; None is 0.
-            dgiven: tangents of `given`, likewise.
+            dlinear: tangents of `linear`, likewise.
         """
         return None
 
@@ -245,28 +247,28 @@ class Equation:
 class Tangents(Equation):
     """Tangents of the operands, None where they are 0 -> those of o and lse."""
 
-    def run(self, saved: Saved, given: Operands) -> list[Any]:
+    def run(self, saved: Saved, linear: Operands) -> list[Any]:
         """Computes the tangents of o and lse."""
 
-        def kernels(saved, given):
-            found = self.call.push(saved.operands, given, saved.outputs)
-            return [found.do, found.dlse]
+        def kernels(saved, linear):
+            moved = self.call.push(saved.operands, linear, saved.outputs)
+            return [moved.do, moved.dlse]
 
-        smooth = lambda saved, given: self.smooth(saved.moving, saved, given)
-        if self.call.pushes(saved.operands, given, primal=False):
-            return self.call.either(kernels, smooth, saved, given)
-        return smooth(saved, given)
+        smooth = lambda saved, linear: self.smooth(saved.moving, saved, linear)
+        if self.call.pushes(saved.operands, linear, primal=False):
+            return self.call.either(kernels, smooth, saved, linear)
+        return smooth(saved, linear)
 
-    def smooth(self, moving, saved: Saved, given: Operands) -> list[Any]:
+    def smooth(self, moving, saved: Saved, linear: Operands) -> list[Any]:
         """Computes them in jnp."""
-        return list(smooth_tangents(self.call, saved.fixed, moving, given))
+        return list(smooth_tangents(self.call, saved.fixed, moving, linear))
 
-    def transposed(self, cotangents, saved: Saved, given: Operands) -> list[Any]:
+    def transposed(self, cotangents, saved: Saved, linear: Operands) -> list[Any]:
         """Returns the gradients of the operands whose tangents are wanted."""
         do, dlse = cotangents
         pair = ad.instantiate_zeros(do), None if type(dlse) is ad.Zero else dlse
         unknown = ad.is_undefined_primal
-        asked = jax.tree.map(lambda x: unknown(x) or None, given, is_leaf=unknown)
+        asked = jax.tree.map(lambda x: unknown(x) or None, linear, is_leaf=unknown)
         return gradients(self.call, saved, pair, asked)
 
 
@@ -289,123 +291,123 @@ class OfGradients(Equation):
 class Gradients(OfGradients):
     """(do, dlse) -> the gradients of operands; dlse may be None, for 0."""
 
-    def run(self, saved: Saved, given) -> list[Any]:
+    def run(self, saved: Saved, linear) -> list[Any]:
         """Computes the gradients."""
         of_extra, call = moves_of(self.asked) & set(derivatives.EXTRA_GRADS), self.call
         run = functools.partial(derivatives.gradients, call.backend, call.spec, call.blocks)
-        do, dlse = given
-        found = run(saved.operands, saved.outputs, do, dlse, of_extra)
-        return jax.tree.leaves(_only(self.asked, found))
+        do, dlse = linear
+        operand_gradients = run(saved.operands, saved.outputs, do, dlse, of_extra)
+        return jax.tree.leaves(_only(self.asked, operand_gradients))
 
-    def smooth(self, moving, saved: Saved, given) -> list[Any]:
+    def smooth(self, moving, saved: Saved, linear) -> list[Any]:
         """Computes them in jnp."""
-        return _smooth_gradients(self.call, saved.fixed, moving, given, self.asked)
+        return _smooth_gradients(self.call, saved.fixed, moving, linear, self.asked)
 
-    def transposed(self, cotangents, saved: Saved, given) -> list[Any]:
+    def transposed(self, cotangents, saved: Saved, linear) -> list[Any]:
         """Returns the tangents of o and lse that are wanted."""
         is_zero = lambda x: type(x) is ad.Zero
         moved = self.wanted.unflatten([None if is_zero(x) else x for x in cotangents])
         both = tangents(self.call, saved, moved)
         # Of (do, dlse) one may be known while the other is transposed.
-        values = jax.tree.leaves(given, is_leaf=ad.is_undefined_primal)
+        values = jax.tree.leaves(linear, is_leaf=ad.is_undefined_primal)
         return [x for x, t in zip(both, values, strict=False) if ad.is_undefined_primal(t)]
 
-    def pushed(self, saved: Saved, given, dsaved: Operands, dgiven) -> list[Any] | None:
+    def pushed(self, saved: Saved, linear, dsaved: Operands, dlinear) -> list[Any] | None:
         """Returns the tangents of the gradients, where the backend has a kernel for them."""
         problem = describe(saved.operands, self.call.spec)
         moves = moves_of(dsaved), moves_of(self.asked)
         if self.call.backend.jvp_of_vjp.refusal(problem, *moves):
             return None
-        both, structure = SavedBoth(saved, given), jax.tree.structure
-        equation = Pushed(self.call, structure(both), structure((dsaved, dgiven)), self.wanted)
-        return _bind(equation, (both, (dsaved, dgiven)))
+        both, structure = SavedBoth(saved, linear), jax.tree.structure
+        equation = Pushed(self.call, structure(both), structure((dsaved, dlinear)), self.wanted)
+        return _bind(equation, (both, (dsaved, dlinear)))
 
 
 class Pushed(OfGradients):
     """(tangents of the operands, of (do, dlse)) -> the tangents of the gradients of operands."""
 
-    def run(self, saved: SavedBoth, given) -> list[Any]:
+    def run(self, saved: SavedBoth, linear) -> list[Any]:
         """Computes the tangents by kernels: those of O and of the log-sum-exp first."""
-        smooth = lambda saved, given: self.smooth(saved.moving, saved, given)
-        return self.call.either(self._kernels, smooth, saved, given)
+        smooth = lambda saved, linear: self.smooth(saved.moving, saved, linear)
+        return self.call.either(self._kernels, smooth, saved, linear)
 
-    def _kernels(self, saved: SavedBoth, given) -> list[Any]:
+    def _kernels(self, saved: SavedBoth, linear) -> list[Any]:
         call, residuals, (do, dlse) = self.call, saved.residuals, saved.cotangents
         operands, out = residuals.operands, residuals.outputs
-        moved, (ddo, ddlse) = given
+        moved, (ddo, ddlse) = linear
         moved = with_zeros(operands, moved)
         ddo = jnp.zeros_like(do) if ddo is None else ddo
-        found = call.push(operands, moved, out)
+        out_tangents = call.push(operands, moved, out)
         delta = functools.partial(derivatives.delta_of, operands)
         rows = Cotangents(out.lse_log2, do, delta(out.o, do, dlse, out.lse_log2), out.shift)
-        of_o = delta(found.do, do, None, out.lse_log2)
+        of_o = delta(out_tangents.do, do, None, out.lse_log2)
         of_do = delta(out.o, ddo, ddlse, out.lse_log2)
         run = derivatives.push_backward_of(call.backend, call.spec)
-        grads = run(operands, rows, moved, Cotangents(found.dlse, ddo, of_o + of_do))
+        grads = run(operands, rows, moved, Cotangents(out_tangents.dlse, ddo, of_o + of_do))
         named = {name: getattr(grads, name) for name in ("q", "k", "v")}
         return jax.tree.leaves(_only(self.asked, residuals.moving._replace(**named)))
 
-    def smooth(self, moving, saved: SavedBoth, given) -> list[Any]:
+    def smooth(self, moving, saved: SavedBoth, linear) -> list[Any]:
         """Computes them in jnp."""
         fixed = saved.residuals.fixed
-        function = lambda x, given: _smooth_gradients(self.call, fixed, x, given, self.asked)
-        full = jax.tree.map(_zero_for_none, moving, given, is_leaf=_is_none)
+        function = lambda x, linear: _smooth_gradients(self.call, fixed, x, linear, self.asked)
+        full = jax.tree.map(_zero_for_none, moving, linear, is_leaf=_is_none)
         return jax.jvp(function, moving, full)[1]
 
-    def transposed(self, cotangents, saved: SavedBoth, given) -> list[Any]:
+    def transposed(self, cotangents, saved: SavedBoth, linear) -> list[Any]:
         """Returns the cotangents of what is wanted, by jnp."""
         unknown = ad.is_undefined_primal
-        leaves, structure = jax.tree.flatten(given, is_leaf=unknown)
+        leaves, structure = jax.tree.flatten(linear, is_leaf=unknown)
         wanted = [jnp.zeros(x.aval.shape, x.aval.dtype) for x in leaves if unknown(x)]
 
         def results(*wanted):
-            found = iter(wanted)
-            values = [next(found) if unknown(x) else jnp.zeros_like(x) for x in leaves]
+            unknowns = iter(wanted)
+            values = [next(unknowns) if unknown(x) else jnp.zeros_like(x) for x in leaves]
             return self.smooth(saved.moving, saved, structure.unflatten(values))
 
         pull = jax.vjp(results, *wanted)[1]
         return list(pull([ad.instantiate_zeros(x) for x in cotangents]))
 
 
-def tangents(call: Call, saved: Saved, given: Operands) -> list[Any]:
-    """Returns the tangents of o and lse; `given`: those of the operands, None where they are 0."""
-    return _bind(Tangents(call, *map(jax.tree.structure, (saved, given))), (saved, given))
+def tangents(call: Call, saved: Saved, moved: Operands) -> list[Any]:
+    """Returns the tangents of o and lse; `moved`: those of the operands, None where they are 0."""
+    return _bind(Tangents(call, *map(jax.tree.structure, (saved, moved))), (saved, moved))
 
 
-def gradients(call: Call, saved: Saved, given, wanted: Operands) -> list[Any]:
+def gradients(call: Call, saved: Saved, cotangents, wanted: Operands) -> list[Any]:
     """Returns the gradients of the operands that are not None in `wanted`, as a list.
 
     Args:
         call: what is static.
         saved: the residuals.
-        given: (do, dlse); dlse may be None, for 0.
+        cotangents: (do, dlse); dlse may be None, for 0.
         wanted: the operands that are asked for.
     """
-    structures = map(jax.tree.structure, (saved, given, wanted))
-    return _bind(Gradients(call, *structures), (saved, given))
+    structures = map(jax.tree.structure, (saved, cotangents, wanted))
+    return _bind(Gradients(call, *structures), (saved, cotangents))
 
 
-def smooth_tangents(call: Call, fixed: Operands, moving: Operands, given: Operands):
+def smooth_tangents(call: Call, fixed: Operands, moving: Operands, moved: Operands):
     """Computes the tangents of (o, lse) in jnp, which JAX differentiates."""
-    full = jax.tree.map(_zero_for_none, moving, given, is_leaf=_is_none)
+    full = jax.tree.map(_zero_for_none, moving, moved, is_leaf=_is_none)
     return jax.jvp(lambda moving: call.smooth(joined(moving, fixed)), (moving,), (full,))[1]
 
 
-def _smooth_gradients(call: Call, fixed: Operands, moving: Operands, given, wanted: Operands):
+def _smooth_gradients(call: Call, fixed: Operands, moving: Operands, cotangents, wanted: Operands):
     """Computes the gradients of the wanted operands likewise, as a list."""
     operands = joined(moving, fixed)
     (o, lse), pull = jax.vjp(lambda moving: call.smooth(joined(moving, fixed)), moving)
-    do, dlse = given
+    do, dlse = cotangents
     # The output of padding is constant, whatever its cotangent holds, as is a log-sum-exp of -inf.
     do = padding.cleared_queries(operands, do.astype(o.dtype))
     dlse = jnp.zeros_like(lse) if dlse is None else jnp.where(lse > -jnp.inf, dlse, 0.0)
-    (found,) = pull((do, dlse))
-    return jax.tree.leaves(_only(wanted, found))
+    (grads,) = pull((do, dlse))
+    return jax.tree.leaves(_only(wanted, grads))
 
 
-def _only(wanted: Operands, found: Operands) -> Operands:
-    """Returns `found` with None wherever `wanted` has None."""
-    return jax.tree.map(lambda w, x: None if w is None else x, wanted, found, is_leaf=_is_none)
+def _only(wanted: Operands, grads: Operands) -> Operands:
+    """Returns `grads` with None wherever `wanted` has None."""
+    return jax.tree.map(lambda w, x: None if w is None else x, wanted, grads, is_leaf=_is_none)
 
 
 def _zero_for_none(x, tangent):
@@ -463,24 +465,24 @@ def _avals(*avals, equation: Equation, jaxpr):
 
 def _jvp(args, dots, *, equation: Equation, jaxpr):
     out, count = linear_p.bind(*args, equation=equation, jaxpr=jaxpr), equation.saved.num_leaves
-    saved, given = equation.parts(args)
-    moves, given_moves = equation.parts([type(t) is not ad.Zero for t in dots])
-    dsaved, dgiven = equation.parts([ad.instantiate_zeros(t) for t in dots])
+    saved, linear = equation.parts(args)
+    moves, linear_moves = equation.parts([type(t) is not ad.Zero for t in dots])
+    dsaved, dlinear = equation.parts([ad.instantiate_zeros(t) for t in dots])
     kept = lambda moves, t: t if moves else None
     # Results of the forward follow from the operands, and are not read by `smooth`.
     if any(jax.tree.leaves(moves.moving)):
         some = [
-            jax.tree.map(kept, *x) for x in ((moves.moving, dsaved.moving), (given_moves, dgiven))
+            jax.tree.map(kept, *x) for x in ((moves.moving, dsaved.moving), (linear_moves, dlinear))
         ]
-        found = equation.pushed(saved, given, *some)
-        if found is not None:
-            return out, found
+        pushed = equation.pushed(saved, linear, *some)
+        if pushed is not None:
+            return out, pushed
     parts = []
-    if any(jax.tree.leaves(given_moves)):
-        inputs = [*args[:count], *jax.tree.leaves(dgiven)]
+    if any(jax.tree.leaves(linear_moves)):
+        inputs = [*args[:count], *jax.tree.leaves(dlinear)]
         parts.append(linear_p.bind(*inputs, equation=equation, jaxpr=jaxpr))
     if any(jax.tree.leaves(moves.moving)):
-        function = lambda moving: equation.smooth(moving, saved, given)
+        function = lambda moving: equation.smooth(moving, saved, linear)
         parts.append(jax.jvp(function, (saved.moving,), (dsaved.moving,))[1])
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
     return out, [sum(x[1:], x[0]) for x in zip(*parts, strict=True)] if parts else zeros

@@ -324,28 +324,28 @@ def _of_bias(problem: Problem, capability: str) -> Iterator[str]:
         yield f"takes a bias in q's dtype, {problem.dtype}, not {problem.bias_dtype}: cast it"
 
 
-def _call(spec: AttentionSpec, given: Operands):
+def _call(spec: AttentionSpec, prepared: Operands):
     """Returns jax.nn's function, and its arrays: q, k, v and a bias if there is one.
 
     Args:
         spec: static parameters.
-        given: operands that `_prepared` made.
+        prepared: operands that `_prepared` made.
     """
     causal, left = spec.mask.right == 0, spec.mask.left
-    if left is not None and left >= given.q.shape[1] - 1:
+    if left is not None and left >= prepared.q.shape[1] - 1:
         left = None  # no key lies that far back
     attention = partial(
         jax.nn.dot_product_attention,
-        mask=given.mask,
+        mask=prepared.mask,
         scale=float(spec.scale),
         # Without is_causal, jax.nn forgets the right end of a window (L, 0): jax #39576.
         is_causal=causal,
         local_window_size=None if left is None else (left, 0),
-        query_seq_lengths=given.q_lengths,
-        key_value_seq_lengths=given.kv_lengths,
+        query_seq_lengths=prepared.q_lengths,
+        key_value_seq_lengths=prepared.kv_lengths,
         implementation="cudnn",
     )
-    return attention, given[:3] if given.bias is None else (*given[:3], given.bias)
+    return attention, prepared[:3] if prepared.bias is None else (*prepared[:3], prepared.bias)
 
 
 def _prepared(operands: Operands) -> Operands:

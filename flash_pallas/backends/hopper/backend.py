@@ -611,7 +611,7 @@ def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list
     """
     by_kernel = functools.partial(_by_kernel, problem, producer, num_sms)
     chosen = by_kernel(None)
-    found = {}
+    by_name = {}
     for kernel, blocks in chosen.items():
         tried = [blocks]
         for change in _WIDE if _is_wide(problem) else CHANGES[kernel]:
@@ -619,8 +619,8 @@ def candidates(problem: Problem, producer: bool, num_sms: int) -> dict[str, list
                 tried.append(by_kernel({kernel: change})[kernel])
             except ValueError:  # they do not fit, or the kernel cannot take them
                 continue
-        found[kernel] = [dataclasses.asdict(b) for b in dict.fromkeys(tried)]
-    return found
+        by_name[kernel] = [dataclasses.asdict(b) for b in dict.fromkeys(tried)]
+    return by_name
 
 
 def _by_kernel(problem: Problem, producer: bool, num_sms: int, override: dict[str, Any] | None):
