@@ -32,8 +32,8 @@ def attention(spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Out
         operands: the arrays of the call.
     """
     seen = _without_padding(padding.cleared(operands))
-    found = padding.discarded(operands, list_rows.forward(partial(_attention, spec, blocks), seen))
-    return mesh_axes.spread(found, mesh_axes.varying(operands))
+    out = padding.discarded(operands, list_rows.forward(partial(_attention, spec, blocks), seen))
+    return mesh_axes.spread(out, mesh_axes.varying(operands))
 
 
 def _without_padding(operands: Operands) -> Operands:

@@ -23,7 +23,7 @@ def forward(call: Callable[[Operands], Outputs], operands: Operands) -> Outputs:
     rows = ListRows.of(operands)
     if rows.count == 1:
         return call(operands)
-    return rows.each(lambda row: call(rows.taken(operands, row)), _whole_outputs)
+    return rows.sum_over_rows(lambda row: call(rows.taken(operands, row)), _whole_outputs)
 
 
 def backward(
@@ -33,14 +33,14 @@ def backward(
     rows = ListRows.of(operands)
     if rows.count == 1:
         return call(operands, cotangents)
-    one = lambda row: call(rows.taken(operands, row), rows.taken(cotangents, row))
-    return rows.each(one, _whole_grads)
+    of_row = lambda row: call(rows.taken(operands, row), rows.taken(cotangents, row))
+    return rows.sum_over_rows(of_row, _whole_grads)
 
 
 def _whole_outputs(name: str, operands: Operands, part) -> tuple[int, ...]:
     """Returns the shape of a result, given that of one row's."""
     sizes = {"b": operands.q.shape[0], "n": operands.q.shape[2]}
-    return tuple(sizes.get(c, n) for c, n in zip(PLACES[name], part.shape, strict=True))
+    return tuple(sizes.get(letter, n) for letter, n in zip(PLACES[name], part.shape, strict=True))
 
 
 def _whole_grads(name: str, operands: Operands, part) -> tuple[int, ...]:
@@ -80,18 +80,18 @@ class ListRows:
         """Number of lists."""
         return self.entries * self.heads
 
-    def each(self, call: Callable[[Any], Any], whole: Callable) -> Any:
+    def sum_over_rows(self, call: Callable[[Any], Any], whole_shape: Callable) -> Any:
         """Computes call(row) for every row and adds up the parts in whole arrays.
 
         Args:
             call: returns a record of one row's arrays.
-            whole: (name, operands, one row's array) -> shape of the whole one.
+            whole_shape: (name, operands, one row's array) -> shape of the whole one.
         """
         parts = jax.eval_shape(call, jnp.int32(0))
 
         def zeros(name: str, part):
-            found = jnp.zeros(whole(name, self.operands, part), part.dtype)
-            return mesh_axes.spread(found, mesh_axes.varying(self.operands))
+            total = jnp.zeros(whole_shape(name, self.operands, part), part.dtype)
+            return mesh_axes.spread(total, mesh_axes.varying(self.operands))
 
         def step(row, total):
             row = jnp.asarray(row, jnp.int32)  # with jax_enable_x64 it counts in int64

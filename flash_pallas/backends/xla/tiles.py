@@ -113,8 +113,8 @@ class Tiles:
             kv_block: index of its KV block.
         """
 
-        def one(given, place, inputs):
-            qk, dp, lse_log2, shift, delta = given
+        def one(arrays, place, inputs):
+            qk, dp, lse_log2, shift, delta = arrays
             tile, inputs = self._tile(place, inputs)
             z, keep = self._scored(tile, qk, place, inputs)
             keep = self._with_rows(tile, keep, lse_log2)
@@ -215,24 +215,24 @@ class Tiles:
         mask = None if inputs.mask is None else spread(inputs.mask)
         return tile, inputs._replace(bias=bias, mask=mask)
 
-    def _over_heads(self, function, given, q_block, kv_block):
-        """Maps `function` of one head's tile over every [B, N]; `given` is [B, K, G, ...]."""
+    def _over_heads(self, function, arrays, q_block, kv_block):
+        """Maps `function` of one head's tile over every [B, N]; `arrays` are [B, K, G, ...]."""
         sizes = (self.grid.problem.batch, self.grid.problem.q_heads)
-        given = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[3:]), given)
+        arrays = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[3:]), arrays)
         place, inputs = self._place(q_block, kv_block), self._inputs(q_block, kv_block)
-        leaves, tree = jax.tree.flatten((given, place, inputs))
+        leaves, tree = jax.tree.flatten((arrays, place, inputs))
         mapped = [[n == size for n, size in zip(x.shape, sizes, strict=False)] for x in leaves]
         call = lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
         for i in (1, 0):
             call = jax.vmap(call, in_axes=tuple(0 if m[i] else None for m in mapped))
-        # An axis that all share is left out, so that what depends on positions alone stays small.
+        # An axis that is not mapped is squeezed: arrays that depend on positions alone stay small.
         shared = [tuple(i for i in (0, 1) if not m[i]) for m in mapped]
         return call(*(lax.squeeze(x, axes) for x, axes in zip(leaves, shared, strict=True)))
 
-    def _grouped(self, found):
+    def _grouped(self, tiles):
         """Reshapes tiles [B, N, ...] to [B, K, G, ...]."""
         heads = (self.grid.problem.kv_heads, self.grid.problem.group)
-        return jax.tree.map(lambda x: x.reshape(x.shape[0], *heads, *x.shape[2:]), found)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0], *heads, *x.shape[2:]), tiles)
 
     def _place(self, q_block, kv_block) -> _Place:
         """Returns the positions of a tile, with leading axes [B or 1, 1]."""
