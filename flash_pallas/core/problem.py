@@ -182,9 +182,9 @@ class Problem(Shapes):
 
     spec: AttentionSpec
     features: frozenset[str] = frozenset()
-    bias_shape: tuple[int, ...] | None = None
-    mask_shape: tuple[int, ...] | None = None
-    bias_dtype: np.dtype | None = None
+    bias_shape: Any = None
+    mask_shape: Any = None
+    bias_dtype: Any = None
 
     @property
     def unit(self) -> float:
