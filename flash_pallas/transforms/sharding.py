@@ -51,9 +51,9 @@ def _partitioned(call, args):
     results = []
 
     def noted(*args):
-        found = call(*args)
-        results.append(jax.tree.map(jax.typeof, found))
-        return found
+        record = call(*args)
+        results.append(jax.tree.map(jax.typeof, record))
+        return record
 
     # jit keeps constants to itself, such as the table of tiles: there must be none outside.
     cut, shapes = custom_partitioning(jax.jit(noted)), jax.tree.map(jax.typeof, args)
@@ -138,8 +138,8 @@ class OnShards:
 
     def _with_another_level(self, size, is_batched, *args):
         deeper = dataclasses.replace(self, levels=(*self.levels, tuple(is_batched)))
-        found = deeper(*args)
-        return found, jax.tree.map(lambda _: True, found)
+        record = deeper(*args)
+        return record, jax.tree.map(lambda _: True, record)
 
     def _run(self, *args):
         mesh: Any = mesh_axes.mesh_of(args)
@@ -169,16 +169,18 @@ class OnShards:
     def _names_of_levels(self, args) -> list[tuple[str, ...]]:
         """Returns the mesh axes that shard each level of vmap."""
         flags = list(zip(*map(jax.tree.leaves, self.levels), strict=True))
-        found: list[tuple[str, ...]] = []
+        names_of_levels: list[tuple[str, ...]] = []
         for level in range(len(self.levels)):
             cuts = [
                 mesh_axes.names_of(x)[sum(own[level + 1 :])]
                 for x, own in zip(jax.tree.leaves(args), flags, strict=True)
                 if own[level]
             ]
-            taken = {name for names in found for name in names}
-            found.append(next((names for names in cuts if names and taken.isdisjoint(names)), ()))
-        return found
+            taken = {name for names in names_of_levels for name in names}
+            names_of_levels.append(
+                next((names for names in cuts if names and taken.isdisjoint(names)), ())
+            )
+        return names_of_levels
 
     def _shards(self, operands, members, sizes, levels) -> Shards:
         taken = {name for names in levels for name in names}
@@ -269,12 +271,12 @@ def _cuts(sharding, mesh, rank: int) -> list[tuple[str, ...]]:
     devices = mesh.devices
     # The partitioner may cut what does not divide. Into how many parts, any multiple of them says.
     slices = sharding.devices_indices_map((devices.size,) * rank)
-    found: list[list] = [[] for _ in range(rank)]
+    cuts: list[list] = [[] for _ in range(rank)]
     for number, name in enumerate(mesh.axis_names):
         line = devices[tuple(slice(None) if i == number else 0 for i in range(devices.ndim))]
         starts = np.array([[s.start or 0 for s in slices[device]] for device in line])
         steps = np.diff(starts, axis=0)
         moving = np.flatnonzero(steps.any(axis=0))
         if len(moving) == 1 and (steps == steps[0]).all():
-            found[moving[0]].append((-steps[0, moving[0]], name))
-    return [tuple(name for _, name in sorted(names)) for names in found]
+            cuts[moving[0]].append((-steps[0, moving[0]], name))
+    return [tuple(name for _, name in sorted(names)) for names in cuts]
