@@ -145,7 +145,7 @@ SHARED_AND_HOPPER = (
              "core/test_block_lists.py::test_tiles_of_a_kv_tile_are_those_of_all_its_query_heads"
              "[sorted-(3, 4)-2-parts of both]"),
     Mutation("block_mask, repeated numbers", "core/block_lists.py",
-             "(index < kv_blocks) & ~again", "(index < kv_blocks)",
+             "(index < kv_blocks) & ~repeated", "(index < kv_blocks)",
              "core/test_block_lists.py::test_numbers_that_are_no_blocks_are_left_out"),
     Mutation("block_mask, order", "core/block_lists.py", "jnp.where(long, 0, 1 + place // tiles)",
              "(1 + place // tiles)",
@@ -156,7 +156,7 @@ SHARED_AND_HOPPER = (
              "core/test_block_lists.py::test_very_long_lists_come_first_and_the_others_head_by_head"
              "[(1, 1)]"),
     Mutation("block_mask, rotation", "core/block_lists.py",
-             "jnp.where(low < stop, low, whole) - whole", "low - whole",
+             "jnp.where(low < stop, low, whole_start) - whole_start", "low - whole_start",
              "core/test_block_lists.py::test_tiles_begin_where_the_hand_is[(2, 3)]"),
     Mutation("block_mask, rotation", "backends/hopper/common/tile_lists.py",
              "later - (self.count - self.partial)", "later - self.count",

@@ -72,9 +72,9 @@ def of_indices(index, state: int, kv_blocks: int):
         kv_blocks: number of KV blocks.
     """
     index = jnp.sort(index, axis=-1)
-    again = jnp.diff(index, axis=-1, prepend=-1) == 0
-    there = (index >= 0) & (index < kv_blocks) & ~again
-    return _sorted(index, jnp.where(there, state, EMPTY), kv_blocks)
+    repeated = jnp.diff(index, axis=-1, prepend=-1) == 0
+    valid = (index >= 0) & (index < kv_blocks) & ~repeated
+    return _sorted(index, jnp.where(valid, state, EMPTY), kv_blocks)
 
 
 def states_of(lists, kv_blocks: int):
@@ -263,18 +263,18 @@ def rotations(lists: BlockLists, heads: int, blocks: int, at_once: int):
     head, tile = jnp.divmod(number, tiles)
     entry, head = jnp.divmod(head, heads)
     entry, head = entry // (number.size // (heads * tiles * entries)), head // (heads // own)
-    start, whole, stop = (lists.bounds[entry, head, tile, end] for end in range(3))
+    start, whole_start, stop = (lists.bounds[entry, head, tile, end] for end in range(3))
     size = stop - start
     before = jnp.cumsum(size, dtype=jnp.int32) - size
     round_ = jnp.maximum(jnp.sum(size, dtype=jnp.int32) // number.size, 1) * at_once
     share = (before % round_).astype(jnp.float32) / round_.astype(jnp.float32)
     hand = (share * blocks).astype(jnp.int32)
-    low, high = whole, stop
+    low, high = whole_start, stop
     for _ in range(int(blocks).bit_length()):
         middle = (low + high) // 2
         left = (low < high) & (lists.index[middle] < hand)
         low, high = jnp.where(left, middle + 1, low), jnp.where(left, high, middle)
-    first = jnp.where(low < stop, low, whole) - whole
+    first = jnp.where(low < stop, low, whole_start) - whole_start
     return jnp.zeros_like(first).at[number].set(first, unique_indices=True)
 
 

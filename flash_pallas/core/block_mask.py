@@ -440,11 +440,11 @@ def _lists_of_mod(leading: tuple[int, int], sizes, traced: mods.Traced):
             for side, x in zip(traced.mod.vectors, traced.vectors, strict=True)
         ]
         seen = traced.mod(tile, tuple(of_row))
-        there = (tile.q_pos < q_len) & (tile.kv_pos < kv_len)
+        inside = (tile.q_pos < q_len) & (tile.kv_pos < kv_len)
         by_block = lambda x: x.reshape(block_q, kv_blocks, block_kv)
-        some = jnp.any(by_block(seen & there), axis=(0, 2))
-        whole = jnp.all(by_block(seen | ~there), axis=(0, 2))
-        state = jnp.where(some, jnp.where(whole, WHOLE, PARTIAL), EMPTY)
+        any_seen = jnp.any(by_block(seen & inside), axis=(0, 2))
+        all_seen = jnp.all(by_block(seen | ~inside), axis=(0, 2))
+        state = jnp.where(any_seen, jnp.where(all_seen, WHOLE, PARTIAL), EMPTY)
         return state.astype(jnp.int8)
 
     number = jnp.arange(leading[0] * leading[1] * q_blocks, dtype=jnp.int32)
@@ -501,8 +501,8 @@ def _on_mesh(call: Callable, *masks):
     cuts: list[tuple[str, ...]] = []
     for axis in (0, 1):
         size = max(x.shape[axis] for x in arrays)
-        named = (mesh_axes.names_of(x)[axis] for x in arrays if x.shape[axis] == size)
-        free = (names for names in named if names and set(names).isdisjoint(sum(cuts, ())))
+        axis_names = (mesh_axes.names_of(x)[axis] for x in arrays if x.shape[axis] == size)
+        free = (names for names in axis_names if names and set(names).isdisjoint(sum(cuts, ())))
         cuts.append(next(free, ()))
     return mesh_axes.compiled_as_auto(call, masks, PartitionSpec(*(x or None for x in cuts)))
 
@@ -516,8 +516,8 @@ def _states_of_dense(mask, block: tuple[int, int]):
         rows, columns = (n // size for n, size in zip(x.shape[2:], block, strict=True))
         return x.reshape(*x.shape[:2], rows, block[0], columns, block[1])
 
-    some, whole = jnp.any(by_block(False), (3, 5)), jnp.all(by_block(True), (3, 5))
-    return jnp.where(some, jnp.where(whole, WHOLE, PARTIAL), EMPTY).astype(jnp.int8)
+    any_seen, all_seen = jnp.any(by_block(False), (3, 5)), jnp.all(by_block(True), (3, 5))
+    return jnp.where(any_seen, jnp.where(all_seen, WHOLE, PARTIAL), EMPTY).astype(jnp.int8)
 
 
 def _entry(x, entry, side: int, first, shape):

@@ -73,8 +73,8 @@ class Tape:
         """Returns the equations that the results depend on."""
         wanted, kept = {x for x in results if not isinstance(x, Literal)}, []
         for equation in reversed(self.equations):
-            _, _, operands, made = equation
-            if not wanted.isdisjoint(made):
+            _, _, operands, outputs = equation
+            if not wanted.isdisjoint(outputs):
                 kept.append(equation)
                 wanted.update(x for x in operands if not isinstance(x, Literal))
         return kept[::-1]

@@ -120,29 +120,29 @@ def trace(
     *score, b, n, i, j = arguments
     kind = "score_mod" if score else "mask_mod"
     tiled, known = {*score, i, j}, []
-    rest = []
+    tile_equations = []
     for equation in tape.equations:
         _, _, operands, results = equation
         if tiled.isdisjoint(x for x in operands if not isinstance(x, Literal)):
             known.append(equation)
         else:
             tiled.update(results)
-            rest.append(equation)
+            tile_equations.append(equation)
     known, literals = _constants(known)
     put = lambda x: x if isinstance(x, Literal) else literals.get(x, x)
     with_literals = lambda equations: [
         (primitive, params, [*map(put, operands)], results)
         for primitive, params, operands, results in equations
     ]
-    known, rest, result = with_literals(known), with_literals(rest), put(result)
+    known, tile_equations, result = with_literals(known), with_literals(tile_equations), put(result)
     if not wide:
-        rest, result = _narrowed(rest, result)
+        tile_equations, result = _narrowed(tile_equations, result)
     vectors = []
     if positions is not None:
-        vectors, rest = _vectors(rest, (i, j), result, _made_of(n, known))
-    _check_elementwise(rest, kind)
+        vectors, tile_equations = _vectors(tile_equations, (i, j), result, _made_of(n, known))
+    _check_elementwise(tile_equations, kind)
     of_positions = [value for value, _ in vectors]
-    needed = [x for x in _needed(rest, result, tiled) if x not in of_positions]
+    needed = [x for x in _needed(tile_equations, result, tiled) if x not in of_positions]
     numbers = [
         jnp.arange(size, dtype=jnp.int32) + start
         for size, start in zip((batch, heads), first, strict=True)
@@ -157,7 +157,7 @@ def trace(
     vector_arrays = [*map(width.narrowed, vector_arrays)]
     dtypes = [x.dtype for x in (*arrays, *vector_arrays)]
     sides = tuple(vector.side for _, vector in vectors)
-    mod = _mod(rest, [*needed, *of_positions], (score, i, j, result), dtypes, sides)
+    mod = _mod(tile_equations, [*needed, *of_positions], (score, i, j, result), dtypes, sides)
     return Traced(
         mod, tuple(map(_storable, arrays)), tuple(x.astype(jnp.int32) for x in vector_arrays)
     )
@@ -231,11 +231,11 @@ def _made_of(value, equations: list) -> set:
     return made
 
 
-def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
+def _vectors(tile_equations: list, places, result, of_heads: set) -> tuple[list, list]:
     """Cuts what is no arithmetic, but depends on one of i and j alone, out of the equations.
 
     Args:
-        rest: the equations that depend on i or j.
+        tile_equations: those that depend on i or j.
         places: what stands for i and j.
         result: what stands for the function's result.
         of_heads: values that depend on n, with which arithmetic is left to the tile.
@@ -245,7 +245,7 @@ def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
     """
     sides = {place: {side} for side, place in enumerate(places)}
     apart: set = set()  # values of one side that are not elementwise arithmetic of i or j
-    for primitive, _, operands, results in rest:
+    for primitive, _, operands, results in tile_equations:
         read = [x for x in operands if not isinstance(x, Literal)]
         read_sides = set().union(*(sides.get(x, set()) for x in read))
         one_sided = len(read_sides) == 1 and primitive.name not in CONTROL_FLOW
@@ -255,7 +255,7 @@ def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
             sides[x] = read_sides
             if is_apart:
                 apart.add(x)
-    left = [equation for equation in rest if apart.isdisjoint(equation[3])]
+    left = [equation for equation in tile_equations if apart.isdisjoint(equation[3])]
     left = _used(left, [result])
     wanted = dict.fromkeys(
         x
@@ -266,7 +266,7 @@ def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
     vectors = []
     for value in wanted:
         (side,) = sides[value]
-        vectors.append((value, _Vector(value, side, _used(rest, [value]))))
+        vectors.append((value, _Vector(value, side, _used(tile_equations, [value]))))
     return vectors, left
 
 
@@ -452,10 +452,10 @@ def _check_elementwise(equations: list, kind: str) -> None:
         )
 
 
-def _needed(rest, result, tiled) -> list:
+def _needed(tile_equations, result, tiled) -> list:
     """Returns the values from outside that the tiles read, each once, in order of first use."""
     needed: dict[Any, None] = {}
-    for x in [x for _, _, operands, _ in rest for x in operands] + [result]:
+    for x in [x for _, _, operands, _ in tile_equations for x in operands] + [result]:
         if not isinstance(x, Literal) and x not in tiled:
             needed[x] = None
     return list(needed)
@@ -499,7 +499,7 @@ def _storable(x):
     return x.astype(jnp.int32)
 
 
-def _mod(rest, needed, places, dtypes, vectors=()) -> Mod:
+def _mod(tile_equations, needed, places, dtypes, vectors=()) -> Mod:
     """Builds the Mod of the elementwise part."""
     score, i, j, result = places
 
@@ -510,7 +510,7 @@ def _mod(rest, needed, places, dtypes, vectors=()) -> Mod:
             j: tile.kv_pos,
         }
         read = lambda v: v.val if isinstance(v, Literal) else values[v]
-        for primitive, parameters, operands, results in rest:
+        for primitive, parameters, operands, results in tile_equations:
             arguments = [fill(read(v), tile.shape) for v in operands]
             # A constant varies over no axis of a shard_map around, and primitives want one type.
             arguments = mesh_axes.spread(arguments, mesh_axes.varying(arguments))
@@ -521,9 +521,11 @@ def _mod(rest, needed, places, dtypes, vectors=()) -> Mod:
         result_tile = mesh_axes.spread(result_tile, mesh_axes.varying(x))
         return lax.convert_element_type(result_tile, x.dtype)
 
-    text = _text(rest, needed, places, dtypes)
-    used = frozenset(p.name for p, *_ in rest)
-    return Mod(text, used, step, vectors, bool(score) and _keeps_nan(rest, score[0], result))
+    text = _text(tile_equations, needed, places, dtypes)
+    used = frozenset(p.name for p, *_ in tile_equations)
+    return Mod(
+        text, used, step, vectors, bool(score) and _keeps_nan(tile_equations, score[0], result)
+    )
 
 
 # Primitives whose result is NaN where one of their operands is.
@@ -550,13 +552,13 @@ def _restore(x, dtype):
     return x != 0 if dtype == jnp.bool_ else lax.convert_element_type(x, dtype)
 
 
-def _text(rest, needed, places, dtypes) -> str:
+def _text(tile_equations, needed, places, dtypes) -> str:
     score, i, j, result = places
     names = {x: f"h{k}:{d}" for k, (x, d) in enumerate(zip(needed, dtypes, strict=True))}
     names |= {i: "i", j: "j"} | ({score[0]: "score"} if score else {})
     name = lambda x: f"{x.val}:{x.aval}" if isinstance(x, Literal) else names[x]
     lines = []
-    for primitive, params, operands, results in rest:
+    for primitive, params, operands, results in tile_equations:
         names.update({x: f"v{len(names) + k}" for k, x in enumerate(results)})
         made, reads = ([f(x) for x in xs] for f, xs in ((names.get, results), (name, operands)))
         lines.append(f"{made} = {primitive.name} {sorted(params.items())} {reads}")

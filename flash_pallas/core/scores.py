@@ -219,8 +219,8 @@ def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
     if mask_mod is not None:
         params = tuple(_spread(tile, p) for p in inputs.mask_params)
         spread = tile.per_q, tile.per_kv
-        named = zip(mask_mod.vectors, marks(mask_mod), strict=True)
-        params += tuple(spread[side](getattr(inputs, name)) for side, name in named)
+        sides_and_names = zip(mask_mod.vectors, marks(mask_mod), strict=True)
+        params += tuple(spread[side](getattr(inputs, name)) for side, name in sides_and_names)
         conditions.append(tile.call(lambda p: mask_mod(tile, p), params))
     return functools.reduce(operator.and_, conditions) if conditions else None
 

@@ -113,8 +113,10 @@ class Shards:
 
     def specs(self, record):
         """Returns the PartitionSpecs of a NamedTuple of whole arrays."""
-        one = lambda name: jax.tree.map(lambda x: self.spec(name, x.shape), getattr(record, name))
-        return record._replace(**{name: one(name) for name in record._fields})
+        specs_of = lambda name: jax.tree.map(
+            lambda x: self.spec(name, x.shape), getattr(record, name)
+        )
+        return record._replace(**{name: specs_of(name) for name in record._fields})
 
     def result_specs(self, results: Any):
         """Returns the PartitionSpecs of a call's results; those of Grads are those of its operands.

@@ -38,11 +38,11 @@ def per_shard(call, enabled: bool):
     """
 
     def run(*args):
-        here = jax.sharding.get_abstract_mesh()
+        mesh = jax.sharding.get_abstract_mesh()
         # Inside a shard_map, and where all axes are Explicit, the partitioner cuts nothing.
-        decided = here.manual_axes or (here.axis_names and not here.auto_axes)
-        whole = not enabled or jax.device_count() == 1 or decided
-        return call(*args) if whole else _partitioned(call, args)
+        decided = mesh.manual_axes or (mesh.axis_names and not mesh.auto_axes)
+        runs_whole = not enabled or jax.device_count() == 1 or decided
+        return call(*args) if runs_whole else _partitioned(call, args)
 
     return run
 
@@ -242,12 +242,12 @@ def _rule(args, results) -> str:
     numbers = itertools.count()
 
     def factors(places, shape):
-        named = {"b": "b", "n": "n"}
+        labels = {"b": "b", "n": "n"}
         if len(shape) == 4:
-            named["k"] = "n" if shape[2] == heads else "m"
-            named |= {"B": "b"} if shape[0] == batch else {}
-            named |= {"N": "n"} if shape[1] == heads else {}
-        return " ".join(named.get(place) or f"x{next(numbers)}" for place in places)
+            labels["k"] = "n" if shape[2] == heads else "m"
+            labels |= {"B": "b"} if shape[0] == batch else {}
+            labels |= {"N": "n"} if shape[1] == heads else {}
+        return " ".join(labels.get(place) or f"x{next(numbers)}" for place in places)
 
     def text(record):
         leaves = [
@@ -262,8 +262,8 @@ def _partition(call, mesh, args, results):
     """Answers the partitioner: (mesh, a shard's function, shardings of results and of args)."""
     cuts = [_cuts(x.sharding, mesh, len(x.shape)) for x in _qkv(args[0])]
     shards = Shards.of(args[0], cuts, dict(mesh.shape))
-    named = lambda record: jax.tree.map(partial(NamedSharding, mesh), shards.specs(record))
-    return mesh, partial(shards.run, call), named(results), tuple(map(named, args))
+    shardings = lambda record: jax.tree.map(partial(NamedSharding, mesh), shards.specs(record))
+    return mesh, partial(shards.run, call), shardings(results), tuple(map(shardings, args))
 
 
 def _cuts(sharding, mesh, rank: int) -> list[tuple[str, ...]]:

@@ -366,16 +366,16 @@ def choose_fused(
     limit = fused_width(problem)
     if limit > WIDEST_ALONE:
         return None
-    heads, full = _heads_at_once(problem), problem.spec.mask.is_trivial
+    heads, unmasked = _heads_at_once(problem), problem.spec.mask.is_trivial
     count = modifiers(problem)
-    plain = full and problem.kv_len % 128 == 0 and not pairs and not problem.is_listed
+    plain = unmasked and problem.kv_len % 128 == 0 and not pairs and not problem.is_listed
     table = _MODIFIED if count else _PLAIN_FUSED if plain else _SHAPES
     table = table if count < MANY_MODIFIERS else _SMALLER
     shapes = _for_width(table, limit)
     for rows, columns, slots in shapes:
         # Masked tiles of a list have a loop of their own: a mask_mod costs more than a loop.
         mask_all = not problem.is_listed
-        tile = FusedSizes(rows, columns, slots, vector, heads, mask_all, stagger=full)
+        tile = FusedSizes(rows, columns, slots, vector, heads, mask_all, stagger=unmasked)
         if fused_bytes(tile, problem) <= shared:
             return tile
     return None
@@ -1009,8 +1009,8 @@ def _columns(problem: DecodeProblem, shared: int) -> int:
         return LEAST_COLUMNS if fits else FEWEST_COLUMNS
     most = decode_bytes(problem, MOST_DECODE_COLUMNS)
     # An SM has what one block may have and what is kept for it.
-    both = CTAS_PER_SM * (most + RESERVED) <= shared + RESERVED
-    return MOST_DECODE_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
+    two_fit = CTAS_PER_SM * (most + RESERVED) <= shared + RESERVED
+    return MOST_DECODE_COLUMNS if two_fit and max(width, v_width) <= WIDE else LEAST_COLUMNS
 
 
 def _splits(problem: DecodeProblem, ctas: int) -> int:

@@ -138,7 +138,7 @@ class ListRows:
 def _by_name(function: Callable, *records) -> Any:
     """Returns the first record with function(name, *arrays) in the place of each array."""
     first = records[0]
-    one = lambda name: jax.tree.map(
+    field = lambda name: jax.tree.map(
         lambda *x: function(name, *x), *(getattr(record, name) for record in records)
     )
-    return first._replace(**{name: one(name) for name in first._fields})
+    return first._replace(**{name: field(name) for name in first._fields})

@@ -105,8 +105,8 @@ def _attend(
     own = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, tile.seq, 1)
     q = lax.dynamic_slice_in_dim(operands.q, tile.first, blocks.block_q)
     # No row looks at another's query, but those of other sequences, or of padding, may be NaN.
-    there = jnp.arange(blocks.block_q, dtype=jnp.int32) < tile.count
-    decode_operands = ragged.decode_operands(operands, jnp.where(there[:, None, None], q, 0)[None])
+    exists = jnp.arange(blocks.block_q, dtype=jnp.int32) < tile.count
+    decode_operands = ragged.decode_operands(operands, jnp.where(exists[:, None, None], q, 0)[None])
     per_sequence = ("kv_lengths", "page_table", "sinks", "alibi_slopes", "kv_starts", "window_left")
     decode_operands = decode_operands._replace(
         **{name: own(getattr(decode_operands, name)) for name in per_sequence},

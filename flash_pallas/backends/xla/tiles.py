@@ -95,8 +95,8 @@ class Tiles:
 
         def one(qk, place, inputs):
             tile, inputs = self._tile(place, inputs)
-            z, keep = self._scored(tile, qk, place, inputs)
-            x = z.x if keep is None else jnp.where(keep, z.x, -jnp.inf)
+            tile_logits, keep = self._scored(tile, qk, place, inputs)
+            x = tile_logits.x if keep is None else jnp.where(keep, tile_logits.x, -jnp.inf)
             return x, scores.kept(self.spec, tile, inputs) if self.spec.dropout_rate else None
 
         return self._grouped(self._over_heads(one, qk, q_block, kv_block))
@@ -116,16 +116,18 @@ class Tiles:
         def one(arrays, place, inputs):
             qk, dp, lse_log2, shift, delta = arrays
             tile, inputs = self._tile(place, inputs)
-            z, keep = self._scored(tile, qk, place, inputs)
+            tile_logits, keep = self._scored(tile, qk, place, inputs)
             keep = self._with_rows(tile, keep, lse_log2)
-            p = jnp.exp2((z.x - tile.per_q(shift)) * z.log2_scale - tile.per_q(lse_log2))
+            p = jnp.exp2(
+                (tile_logits.x - tile.per_q(shift)) * tile_logits.log2_scale - tile.per_q(lse_log2)
+            )
             p = p if keep is None else jnp.where(keep, p, 0.0)
             used = p
             if self.spec.dropout_rate:
                 gain = dropout.gain(self.spec.dropout_rate)
                 kept = scores.kept(self.spec, tile, inputs)
                 used, dp = (jnp.where(kept, x * gain, 0.0) for x in (p, dp))
-            dz, dparams = z.pull(p * (dp - tile.per_q(delta)))
+            dz, dparams = tile_logits.pull(p * (dp - tile.per_q(delta)))
             if keep is not None and self.spec.score_modifiers:
                 # What is hidden may be anything, and so may the derivatives there.
                 dz, dparams = jax.tree.map(lambda d: jnp.where(keep, d, 0.0), (dz, dparams))

@@ -104,14 +104,14 @@ def _bounded(problem: Problem, blocks: BlockRange, bounds, coordinates) -> Block
     return BlockRange(start, full_start, full_stop, stop)
 
 
-def masked_unless(blocks: BlockRange, whole) -> BlockRange:
-    """Returns the range with all blocks masked, unless the traced `whole` holds."""
+def masked_unless(blocks: BlockRange, all_whole) -> BlockRange:
+    """Returns the range with all blocks masked, unless the traced `all_whole` holds."""
     if blocks.full_start is blocks.full_stop:
         return blocks  # they are anyway
-    full_start = jnp.where(whole, jnp.int32(blocks.full_start), jnp.int32(blocks.stop))
+    full_start = jnp.where(all_whole, jnp.int32(blocks.full_start), jnp.int32(blocks.stop))
     if blocks.full_stop is blocks.stop:  # still no third loop
         return blocks._replace(full_start=full_start)
-    full_stop = jnp.where(whole, jnp.int32(blocks.full_stop), jnp.int32(blocks.stop))
+    full_stop = jnp.where(all_whole, jnp.int32(blocks.full_stop), jnp.int32(blocks.stop))
     return blocks._replace(full_start=full_start, full_stop=full_stop)
 
 
@@ -208,8 +208,8 @@ class Steps(NamedTuple):
         """
         batch, head, tile = coordinates
         list_entry = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
-        start, whole, stop = (lists.bounds[(*list_entry, tile, end)] for end in range(3))
-        zones = [(start, whole, True), (whole, stop, False)]
+        start, whole_start, stop = (lists.bounds[(*list_entry, tile, end)] for end in range(3))
+        zones = [(start, whole_start, True), (whole_start, stop, False)]
         return cls(zones, listed=TileList(lists.index, per_head))
 
     def all_masked(self) -> Steps:

@@ -263,11 +263,11 @@ class DecodeKernel(Kernel):
 
     def own_columns(self, cta: DecodeCta, ref):
         """Returns the columns of V or O, the last axis of `ref`, that are this CTA's."""
-        columns, rest = tiling.part_columns(self.problem), (slice(None),) * (len(ref.shape) - 1)
+        columns, leading = tiling.part_columns(self.problem), (slice(None),) * (len(ref.shape) - 1)
         if cta.part is None:
-            whole = ref.shape[-1] == columns
-            return ref if whole else ref.at[(*rest, pl.ds(0, columns))]
-        return ref.at[(*rest, pl.ds(cta.part * columns, columns))]
+            has_all = ref.shape[-1] == columns
+            return ref if has_all else ref.at[(*leading, pl.ds(0, columns))]
+        return ref.at[(*leading, pl.ds(cta.part * columns, columns))]
 
     def query_fragments(self, cta: DecodeCta) -> QueryFragments:
         """Returns the positions, key limits and ALiBi slopes of the rows."""
@@ -291,9 +291,9 @@ class DecodeKernel(Kernel):
         """Returns (scale of K, scale of V); None where there is none, or one for each page."""
         if "page_scales" in self.problem.features:
             return None, None
-        both = cta.gmem.k_scale, cta.gmem.v_scale
+        scales = cta.gmem.k_scale, cta.gmem.v_scale
         entry = lambda x: cta.batch if x.shape[0] > 1 else 0
-        return tuple(None if x is None else x[entry(x), cta.head] for x in both)
+        return tuple(None if x is None else x[entry(x), cta.head] for x in scales)
 
     def draft_bits(self, cta: DecodeCta) -> DraftBits | None:
         """Returns the drafts that the rows see, which few blocks need; None: there are none."""

@@ -158,8 +158,10 @@ class DsSums(Kernel):
         w = score_tile.weights(
             problem, tile, ds_inputs.s, ds_inputs.lse, inputs, limits, marks=True
         )
-        c = score_tile.centred(self.problem, w.kept, ds_inputs.dp, tile.per_q(ds_inputs.delta))
-        dz, dparams = w.pull(w.p * c)
+        centred = score_tile.centred(
+            self.problem, w.kept, ds_inputs.dp, tile.per_q(ds_inputs.delta)
+        )
+        dz, dparams = w.pull(w.p * centred)
         tile = placed(tile, inputs)
         return tuple(term(name, tile, dz, dparams) for name in self.names)
 
@@ -303,7 +305,9 @@ class LineSums(DsSums):
         tile = self.score_tile(cta, place)
         limits = self.limits(cta, tile) if masked else None
         terms = self.terms(tile, DsInputs(s, dp, lse, delta), inputs, limits)
-        return tuple(a + partial_sums(x, self.interpret) for a, x in zip(sums, terms, strict=True))
+        return tuple(
+            total + partial_sums(x, self.interpret) for total, x in zip(sums, terms, strict=True)
+        )
 
     def score_tile(self, cta: LineCta, place: Place) -> RegisterTile:
         """Returns the positions of a tile of scores."""
@@ -578,10 +582,10 @@ class States(NamedTuple):
         blocks = pl.cdiv(problem.kv_len, block_kv)
         per_list = block_lists.states_of(operands.block_lists, blocks).astype(jnp.int32)
         entries, heads = problem.bias_shape[:2]
-        full = jnp.repeat(per_list, problem.batch // per_list.shape[0], axis=0)
-        full = jnp.repeat(full, problem.q_heads // per_list.shape[1], axis=1)
+        per_head = jnp.repeat(per_list, problem.batch // per_list.shape[0], axis=0)
+        per_head = jnp.repeat(per_head, problem.q_heads // per_list.shape[1], axis=1)
         sizes = entries, problem.batch // entries, heads, problem.q_heads // heads
-        return cls(per_list, full.reshape(*sizes, *per_list.shape[2:]).max(axis=(1, 3)))
+        return cls(per_list, per_head.reshape(*sizes, *per_list.shape[2:]).max(axis=(1, 3)))
 
 
 def tile_sums(
