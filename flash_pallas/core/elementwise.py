@@ -61,7 +61,7 @@ class Tape:
                 names.update(zip(eqn.outvars, self.inline(body, consts, operands), strict=True))
                 continue
             if eqn.primitive.name == "pvary" or _leaves_types(eqn):
-                # Of a value only its type changes, which whoever evaluates a step sees to.
+                # Only the value's type changes; `mods` sets types when it evaluates the equations.
                 names.update(zip(eqn.outvars, operands, strict=True))
                 continue
             results = [object() for _ in eqn.outvars]

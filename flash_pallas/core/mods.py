@@ -367,7 +367,7 @@ def _closed(function: Callable, arguments: tuple) -> Any:
         try:
             return jax.make_jaxpr(function)(*arguments)
         except tuple(_INSTEAD) as error:
-            # The first that fits: the last is the base class of some others.
+            # The first match counts: the last entry is a base class of some others.
             advice = next(
                 words for error_type, words in _INSTEAD.items() if isinstance(error, error_type)
             )
@@ -380,7 +380,7 @@ def _whole_arrays_asked_for():
     try:
         yield
     except Exception as error:
-        if type(error).__name__ != "ShardingTypeError":  # of which JAX has no public name
+        if type(error).__name__ != "ShardingTypeError":  # JAX has no public name for it
             raise
         raise NotElementwise(
             "it indexes a captured array that an Explicit mesh axis cuts: capture it whole, as in "
@@ -408,7 +408,7 @@ def _check_result(closed, score_dtype):
     )
 
 
-# Primitives that look a number up, and such that make vectors of scalars.
+# Primitives that look a number up, and primitives that make vectors of scalars.
 _LOOKUPS = frozenset({"gather", "dynamic_slice"})
 _VECTORS = frozenset({"argmax", "broadcast_in_dim", "concatenate", "reshape", "sort", "stack"})
 
@@ -431,7 +431,7 @@ def _check_elementwise(equations: list, kind: str) -> None:
     args = "the score, i or j" if kind == "score_mod" else "i or j"
     names = [primitive.name for primitive, *_ in equations]
     names = [name for name in names if name not in ELEMENTWISE]
-    # Where there are several, the one that says most about what the function does.
+    # Of several, report the primitive that says most about what the function does.
     for name in sorted(names, key=lambda name: (name not in CONTROL_FLOW, name not in _LOOKUPS)):
         if name in CONTROL_FLOW:
             raise NotElementwise(
@@ -482,7 +482,7 @@ def _evaluate_known(tape: Tape, known, needed, indices, numbers, kind: str) -> A
         return [jnp.asarray(x) for x in needed_values]
 
     call = jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None))
-    with _whole_arrays_asked_for():  # JAX has refused none but within loops and branches
+    with _whole_arrays_asked_for():  # raised here only within loops and branches
         return call(mesh_axes.whole(list(tape.constants.values())), *numbers)
 
 

@@ -16,7 +16,7 @@ from .mods import Mod
 
 PRECISIONS = ("default", "high", "highest")  # see flash_attention
 DERIVATIVES = ("reverse", "any")  # likewise
-# Fields of AttentionSpec that are no modifiers of scores; every other one counts as one by itself.
+# Fields of AttentionSpec that are no modifiers of scores; every other field counts as one.
 NO_MODIFIERS = {
     "scale", "mask", "q_offset", "block_shape", "deterministic", "precision", "differentiable",
     "max_logit",

@@ -64,7 +64,7 @@ def sharing(operands: DecodeOperands, q_len: int) -> Sharing:
     room = table.shape[1] * page_size
     # Pages whose keys all queries of the sequence see.
     seen = jnp.clip(jnp.clip(operands.kv_lengths, 0, room) - q_len, 0) // page_size
-    first = jnp.where(seen > 0, table[:, 0], -1 - index)  # without any: a group of its own
+    first = jnp.where(seen > 0, table[:, 0], -1 - index)  # if none: a group of its own
     alike = first[:, None] == first[None]
     leader = jnp.argmax(alike, axis=1).astype(jnp.int32)
     if operands.prefix_lengths is None:
@@ -84,7 +84,7 @@ def _placed(leader, alike, prefix, most: int) -> Sharing:
     `alike` is bool[B, B]: both are of one group. A tile has room for `most` sequences.
     """
     batch = len(leader)
-    # The most tiles for each member are those of a pair, or of one more than a tile has room for.
+    # Groups of two, or of one more than a tile has room for, take the most tiles per sequence.
     tiles = max(batch // 2, 2 * batch // (most + 1), 1)
     index = jnp.arange(batch, dtype=jnp.int32)
     shares = prefix > 0
@@ -182,7 +182,7 @@ def _of_sequences(out: Outputs, groups: Sharing, q_len: int) -> Outputs:
     of_row = lambda x: x.reshape(tiles, -1, most, q_len)[tile, :, groups.slot]
     shares = (groups.tile < tiles)[:, None, None]
     lse_log2 = jnp.where(shares, of_row(out.lse_log2), softmax.EMPTY_ROW)
-    # An empty tile may have been left as it was.
+    # The output of an empty tile may be uninitialized.
     o = jnp.where(shares[..., None], o, lax.full_like(o, 0))
     return Outputs(o, lse_log2, jnp.where(shares, of_row(shift), 0.0))
 

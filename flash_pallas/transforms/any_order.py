@@ -83,7 +83,7 @@ def _attend_jvp(call: Call, primals, direction):
         outputs, do, dlse = together(call, moving, fixed, direction)
     else:
         outputs, do, dlse = one_by_one(call, moving, fixed, direction)
-    # Nothing depends on the other two by its tangent: `Call.smooth` does not read them.
+    # The other two outputs need no tangents: `Call.smooth` does not read them.
     return outputs, (do, dlse, *jax.tree.map(jnp.zeros_like, outputs[2:]))
 
 

@@ -55,7 +55,7 @@ def _partitioned(call, args):
         results.append(jax.tree.map(jax.typeof, record))
         return record
 
-    # jit keeps constants to itself, such as the table of tiles: there must be none outside.
+    # jit takes in constants, such as the table of tiles: custom_partitioning allows none.
     cut, shapes = custom_partitioning(jax.jit(noted)), jax.tree.map(jax.typeof, args)
     cut.def_partition(
         partial(_partition, call),
@@ -269,7 +269,8 @@ def _partition(call, mesh, args, results):
 def _cuts(sharding, mesh, rank: int) -> list[tuple[str, ...]]:
     """Returns, for each axis of an array, the mesh axes that shard only it, major first."""
     devices = mesh.devices
-    # The partitioner may cut what does not divide. Into how many parts, any multiple of them says.
+    # The partitioner may shard an axis that its parts do not divide, so the slices are those of
+    # axes with as many entries as there are devices.
     slices = sharding.devices_indices_map((devices.size,) * rank)
     cuts: list[list] = [[] for _ in range(rank)]
     for number, name in enumerate(mesh.axis_names):

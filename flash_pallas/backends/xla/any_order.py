@@ -72,7 +72,7 @@ def _query_block(tiles: Tiles, steps: Steps, k, v, query):
 
     start = online.no_keys(grid, q, v.shape[-1])[::2]
 
-    # Around the branch: what it kept for the backward would be all of K and V in every step.
+    # The checkpoint encloses the branch, whose residuals would be all of K and V in every step.
     @partial(jax.checkpoint, prevent_cse=False)
     def part(n):
         number = kv_range[0] + n

@@ -99,7 +99,7 @@ class Drafts(NamedTuple):
 def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) -> Outputs:
     """Computes attention to a cache; see backends.base.Backend.decode."""
     dtype, quantised = operands.q.dtype, operands.k.dtype != operands.q.dtype
-    if quantised and dtype != jnp.float64:  # Keys and values become numbers of q's dtype.
+    if quantised and dtype != jnp.float64:  # keys and values are dequantized to q's dtype
         operands = operands._replace(q=operands.q.astype(jnp.float32))
     problem = decode.describe(operands, spec)
     if problem.of_heads:
@@ -203,7 +203,7 @@ def _range(
         else:
             v = gathered(operands.v)
         k, v = scaled(k[..., :head_dim], operands.k_scale), scaled(v, v_scale)
-        # A weight of 0 times a NaN is a NaN; in k one stays in scores that are hidden.
+        # A weight of 0 times a NaN in V is a NaN. A NaN in K only reaches scores that are hidden.
         valid = place[None] < operands.kv_lengths[:, None]
         if operands.kv_starts is not None:
             valid &= place[None] >= operands.kv_starts[:, None]

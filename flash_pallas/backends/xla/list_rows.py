@@ -98,7 +98,7 @@ class ListRows:
             added = lambda name, total, part: self.added(name, total, part, row)
             return _by_name(added, total, call(row))
 
-        # Between numbers: a loop between arrays has no derivative in reverse mode.
+        # The bounds are Python ints: a loop with traced bounds has no derivative in reverse mode.
         return lax.fori_loop(0, self.count, step, _by_name(zeros, parts))
 
     def taken(self, record, row):

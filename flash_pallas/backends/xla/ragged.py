@@ -23,7 +23,7 @@ from .decode import XlaDecodeBlocks
 
 # Queries of a tile. Chunks of 1,500 and 540 queries, with 4,096 and 64 keys, and six steps, N=8,
 # K=2, H=64, float32, pages of 64, on two cores of a CPU: 468, 411, 237 and 230 ms with 32, 64, 128
-# and 256. More compute rows that a short chunk does not have.
+# and 256. Larger tiles compute rows that a short chunk does not have.
 BLOCK_Q = 128
 
 

@@ -129,7 +129,7 @@ class Tiles:
                 used, dp = (jnp.where(kept, x * gain, 0.0) for x in (p, dp))
             dz, dparams = tile_logits.pull(p * (dp - tile.per_q(delta)))
             if keep is not None and self.spec.score_modifiers:
-                # What is hidden may be anything, and so may the derivatives there.
+                # Hidden scores may be anything, and so may their derivatives.
                 dz, dparams = jax.tree.map(lambda d: jnp.where(keep, d, 0.0), (dz, dparams))
             return used, dz, self._extras(tile, inputs, dz, dparams)
 
@@ -176,7 +176,7 @@ class Tiles:
         limits = tile.limits(self.spec.mask, place.kv_len)
         keep = scores.visible(self.spec, tile, inputs)
         if inputs.bias is not None and self.spec.score_modifiers:
-            # Of a bias of -inf derivatives may be NaN there.
+            # Where the bias is -inf, derivatives may be NaN.
             finite = inputs.bias != -jnp.inf
             keep = finite if keep is None else keep & finite
         if not limits.is_trivial:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ....core import block_lists, bounds
+from ....core.block_lists import BlockLists
 from ....core.integers import round_up
 from ....core.mask import Limits
 from ....core.padding import pad_axis
@@ -45,7 +46,8 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
-    lists: Any = None  # BlockLists.in_one of own blocks, in place of `bounds`; if is_listed
+    # BlockLists.in_one of own blocks, in place of `bounds`; if is_listed
+    lists: BlockLists | None = None
     states: Any = None  # dbias.kernel.States, where every tile is gone through; likewise
     aux: AuxiliaryGmem = AuxiliaryGmem()
     shift: Any = None  # f32[B, N, R], of the log-sum-exp; None where it is 0

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import scores
-from ....core.problem import Problem
+from ....core.problem import Operands, Problem
 from ....core.scores import TileInputs
 from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
@@ -75,7 +75,7 @@ class AuxiliaryInputs:
     q_axis: int
     interpret: bool
 
-    def arrays(self, operands) -> AuxiliaryGmem:
+    def arrays(self, operands: Operands) -> AuxiliaryGmem:
         """Returns the operands as a kernel reads them; vectors are padded beyond the last tile."""
         return auxiliary_arrays.gmem(self.problem, self.q_axis, operands)
 

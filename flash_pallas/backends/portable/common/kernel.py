@@ -59,7 +59,9 @@ class Kernel:
 # --- the tiles that a CTA loops over, and which of them need a mask -------------------------------
 
 
-def kv_tile_range(problem: Problem, coordinates, position, tile, bounds, kv_length) -> BlockRange:
+def kv_tile_range(
+    problem: Problem, coordinates, position, tile: tuple[int, int], bounds, kv_length
+) -> BlockRange:
     """Returns the range of KV blocks for the queries of one tile.
 
     Args:
@@ -78,7 +80,9 @@ def kv_tile_range(problem: Problem, coordinates, position, tile, bounds, kv_leng
     return _bounded(problem, blocks, bounds, coordinates)
 
 
-def q_tile_range(problem: Problem, coordinates, position, tile, bounds) -> BlockRange:
+def q_tile_range(
+    problem: Problem, coordinates, position, tile: tuple[int, int], bounds
+) -> BlockRange:
     """Returns the range of Q blocks for the keys of one tile; arguments are as of `kv_tile_range`.
 
     Queries past the end need no mask: their weights are 0. Neither do keys past the end: what is
@@ -107,7 +111,7 @@ def _bounded(problem: Problem, blocks: BlockRange, bounds, coordinates) -> Block
 def masked_unless(blocks: BlockRange, all_whole) -> BlockRange:
     """Returns the range with all blocks masked, unless the traced `all_whole` holds."""
     if blocks.full_start is blocks.full_stop:
-        return blocks  # they are anyway
+        return blocks  # all of them are masked already
     full_start = jnp.where(all_whole, jnp.int32(blocks.full_start), jnp.int32(blocks.stop))
     if blocks.full_stop is blocks.stop:  # still no third loop
         return blocks._replace(full_start=full_start)
@@ -228,7 +232,7 @@ class Steps(NamedTuple):
         """Returns the n-th step; numbers past the end give a step that does not exist."""
         starts, n = self._starts(), jnp.int32(n)
         exists = n < starts[-1]
-        if self.listed is not None:  # which has an entry to read past its end
+        if self.listed is not None:  # a list can be read one entry past its end
             return Step(*self.listed[self.zones[0][0] + n], exists)
         if (self.group == 1 and self.shift is None) or not self.zones:
             first = jnp.int32(self.zones[0][0]) if self.zones else n

@@ -222,7 +222,7 @@ class DecodeKernel(Kernel):
         """Returns (page of a key, row of it in the page)."""
         table, page_size = cta.gmem.page_table, self.problem.spec.page_size or 0
         entry = lax.div(key, jnp.int32(page_size))
-        # What lies beyond the table's end, or in an entry that was never set, is not read.
+        # Clamped: entries beyond the table's end, and entries never set, name no page.
         own = (cta.batch, cta.head) if self.problem.of_heads else (cta.batch,)
         page = table[(*own, lax.min(entry, jnp.int32(table.shape[-1] - 1)))]
         page = lax.clamp(jnp.int32(0), page, jnp.int32(cta.gmem.k.shape[0] - 1))
@@ -312,7 +312,7 @@ class DecodeKernel(Kernel):
         """Folds one KV block into the rows."""
         if masked:
             fragments = fragments._replace(drafts=self.draft_bits(cta))
-        # Both before the wait, so that a page id is loaded once for K and V.
+        # Computed before the wait, so that a page id is loaded once for K and V.
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
         self.copies.start(*v)
@@ -406,7 +406,7 @@ def decode(
         DecodeKernel(problem, blocks, interpret),
         out=(out,),
         scratch=(tiling.decode_layout(problem, blocks),),
-        # Heads last: what runs at one time reads all heads of a key, which are neighbours.
+        # Heads vary fastest: CTAs that run together read all heads of a key, which are neighbours.
         grid={
             "batch": problem.batch,
             "split": blocks.num_splits,

@@ -26,8 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import block_lists, bounds, dropout, scores, softmax
+from ....core.block_lists import BlockLists
 from ....core.mask import Limits
 from ....core.problem import Operands, Outputs, Problem
+from ....core.scores import TileInputs
 from ...gpu import score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
 from ...gpu.launch import launch
@@ -55,7 +57,8 @@ class ForwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, Q blocks, 2], where arrays decide which keys are read
-    lists: Any = None  # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
+    # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
+    lists: BlockLists | None = None
     aux: AuxiliaryGmem = AuxiliaryGmem()
 
 
@@ -228,7 +231,9 @@ class ForwardKernel(Kernel):
         grid = Grid.of(self.tile.rows, widths(self.problem)[1])
         return SharedWeights(cta.smem.exchange, grid, self.interpret)
 
-    def weigh(self, cta: ForwardCta, kv_block, inputs, s, rows: Rows, *, masked: bool) -> Weighed:
+    def weigh(
+        self, cta: ForwardCta, kv_block, inputs: TileInputs, s, rows: Rows, *, masked: bool
+    ) -> Weighed:
         """Computes the weights of a tile of S, in 16 bits after dropout."""
         problem = self.problem if masked else self.problem.of_whole_tiles
         spec, tile = problem.spec, self.score_tile(cta, kv_block)

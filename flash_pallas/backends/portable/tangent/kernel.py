@@ -21,9 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ....core import block_lists, bounds, dropout, scores
+from ....core.block_lists import BlockLists
 from ....core.mask import Limits
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs, Problem, Tangents
+from ....core.scores import TileInputs
 from ....core.softmax import EMPTY_ROW
 from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem, within_reach
@@ -54,7 +56,8 @@ class TangentArrays(NamedTuple):
     q_offset: Any  # int32[B], where problem.traced_offset
     q_lengths: Any  # int32[B], or None
     bounds: Any  # int32[B, Q blocks, 2], where arrays decide which keys are read
-    lists: Any  # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
+    # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
+    lists: BlockLists | None
     aux: AuxiliaryGmem
     moved: AuxiliaryGmem  # tangents of what is in `aux`
 
@@ -208,7 +211,7 @@ class TangentKernel(Kernel):
         tile = scores.placed(tile, inputs)
         return w.p, score_tile.pushed(problem, tile, (w.p, w.pull), ds, moved)
 
-    def narrowed(self, cta: TangentCta, block, inputs, x):
+    def narrowed(self, cta: TangentCta, block, inputs: TileInputs, x):
         """Returns x in 16 bits, 0 where dropout drops a weight."""
         if self.problem.spec.dropout_rate:
             kept = scores.kept(self.problem.spec, self.score_tile(cta, block), inputs)

@@ -45,7 +45,13 @@ from ....gpu.ptx.sums_of_rows import partial_sums, row_sums
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common import softmax
-from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
+from ...common.auxiliary_inputs import (
+    AuxiliaryInputs,
+    Place,
+    RowFragments,
+    load_tile,
+    load_vector,
+)
 from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first, q_tile_range
 from ...common.smem_tiles import Copies, Copy, Stream, Warpgroups, widths
 from ...tiling import (
@@ -332,7 +338,7 @@ def line_sums(
     names,
     tile: ScoreLines,
     operands: Operands,
-    arrays,
+    arrays: BackwardArrays,
     interpret: bool,
 ):
     """Launches the kernel; returns f32[B, N, T or S up to whole tiles] for each name.
@@ -343,7 +349,7 @@ def line_sums(
         names: names as of `launch` in gpu.launch.score_grads.
         tile: sizes.
         operands: of the call.
-        arrays: BackwardArrays.
+        arrays: those that the kernel reads, without `aux`.
         interpret: run by the interpreter.
     """
     q_axis = int(axes == "columns")
@@ -454,7 +460,7 @@ class TileSums(DsSums):
         warpgroups = Warpgroups(self.interpret, self.tile.warpgroups, rank, smem.barrier)
         own = BiasTiles.of(self.problem, *self.size).at(lax.axis_index("tile"))
         members = members_of(self.problem, own, self.parts, self.size)
-        if gmem.states is not None:  # a tile that no member sees has none
+        if gmem.states is not None:  # a tile that no member sees needs no steps
             seen = gmem.states.per_bias[(*bias_place(self.problem, own), *self.block(own))]
             total = lax.select(seen > 0, members.total, jnp.int32(0))
             members = members._replace(total=total)
@@ -500,7 +506,7 @@ class TileSums(DsSums):
         pairs.begin(n)
         matmul, (width, v_width) = functools.partial(self.matmul, cta, slot), widths(self.problem)
         s: list[Any] = [None] * len(self.pieces)
-        if self.tile.slots == 1:  # all of them, as the next tiles take the place of these
+        if self.tile.slots == 1:  # S of all pieces, before the next tiles overwrite Q and K
             s = [matmul(smem.q, smem.k, piece, width) for piece in self.pieces]
         pairs.first_read(n)
         new_sums = []
@@ -510,7 +516,7 @@ class TileSums(DsSums):
             dp = matmul(smem.do, smem.v, piece, v_width)
             if i == len(self.pieces) - 1:
                 pairs.second_read(n)
-            # Of a place that the compiler does not know, a piece is read when its turn has come.
+            # The compiler cannot hoist loads from a place that it does not know.
             place = self.piece_place(cta, batch, head, piece)
             unknown = inline.unknown(place.column_start, self.interpret)
             place = place._replace(column_start=unknown)
@@ -529,14 +535,14 @@ class TileSums(DsSums):
         zeros = self.matmuls.zeros(self.tile.rows, size)
         return self.matmuls.add(zeros, left.at[slot], columns, transposed=True, summed=width)
 
-    def bias_and(self, cta: TileCta, fragments, place: Place, kept):
+    def bias_and(self, cta: TileCta, fragments: RowFragments, place: Place, kept) -> TileInputs:
         """Returns the inputs of all score modifiers at a piece, the bias in f32."""
         inputs = self.inputs.read(fragments, cta.gmem.aux, place)
-        # What is kept stays in 16 bits: converted before the loop it takes twice the registers.
+        # The kept bias stays in 16 bits: converted before the loop it takes twice the registers.
         bias = self.own_bias(cta, place) if kept is None else lax.optimization_barrier(kept)
         return inputs._replace(bias=bias.astype(jnp.float32))
 
-    def gradients(self, cta: TileCta, place: Place, ds_inputs: DsInputs, inputs):
+    def gradients(self, cta: TileCta, place: Place, ds_inputs: DsInputs, inputs: TileInputs):
         """Computes dS of a piece."""
         start = place.row_start + cta.gmem.offset(self.problem, place.batch)
         tile = RegisterTile(start, place.column_start, place.shape, interpret=self.interpret)

@@ -44,7 +44,7 @@ from ...common.smem_tiles import Copies, Copy, Stream, Vector, Warpgroups, buffe
 from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, Slot, fused_width
 from ..base import DELTA, LSE, BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
 
-# Of a thread: those of dV or dK, P and dP together, from which on P is read back. ptxas has 255.
+# If dV or dK, P and dP take as many registers of a thread as this, P is read back. ptxas has 255.
 MOST_REGISTERS = 224
 
 

@@ -50,12 +50,12 @@ class DkvKernel(KvStationary):
     interpret: bool
 
     def __call__(self, gmem: BackwardArrays, out: GradientSums, smem: DkvSmem):
-        # The first keys have the longest columns of a causal mask.
+        # With a causal mask, the first keys are seen by the most queries.
         coordinates = tuple(lax.axis_index(name) for name in ("batch", "head", "kv"))
         shares = self.shares(smem.scores)
         cta = self.place(gmem, smem.whole, self.copies_of(shares), coordinates)
         own, turns = self.own(cta), self.tile.turns
-        if "dk" not in self.wanted:  # dP wants V
+        if "dk" not in self.wanted:  # V is needed for dP alone
             own = own[:1]
         slots = 1 if turns else SLOTS
         stream = Stream(cta.copies, ("q", "do"), slots, functools.partial(self.load, cta))
@@ -86,7 +86,7 @@ class DkvKernel(KvStationary):
 
     def step(self, cta: KvStationaryCta, n, sums: GradientSums, *, masked: bool) -> GradientSums:
         """Returns the sums with the share of one Q tile added."""
-        # Not all of `anew`, which costs 16 to 28 bytes of spills here on 10.0.
+        # `anew` as a whole would cost 16 to 28 bytes of spills here on 10.0.
         batch, kv_head = lax.optimization_barrier((cta.batch, cta.kv_head))
         cta = cta._replace(batch=batch, kv_head=kv_head)
         place, q = self.tile_place(cta, cta.steps[n]), cta.smem.q.at[cta.stream.slot(n)]
@@ -214,7 +214,13 @@ def dkv(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardA
 
 
 def _launch(
-    problem: Problem, tile: TileSizes, wanted, operands, arrays, *, interpret
+    problem: Problem,
+    tile: TileSizes,
+    wanted: tuple[str, ...],
+    operands: Operands,
+    arrays: BackwardArrays,
+    *,
+    interpret: bool,
 ) -> GradientSums:
     blocks = pl.cdiv(problem.kv_len, tile.rows)
     length = blocks * tile.rows if interpret else problem.kv_len

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
+from .....core.scores import TileInputs
 from ....gpu import score_tile
 from ....gpu.launch import launch
 from ....gpu.score_tile import RegisterTile
@@ -187,7 +188,7 @@ class DqKernel(Kernel):
         cta.stream.wait(n, "k")
         return cta.shares.product(zeros, cta.smem.q, k, width), dp  # (1)
 
-    def score_gradients(self, cta: DqCta, block, inputs, s_dp, *, masked: bool):
+    def score_gradients(self, cta: DqCta, block, inputs: TileInputs, s_dp, *, masked: bool):
         """Computes dS of one tile, f32."""
         s, dp = s_dp
         shape, gmem = s.shape, cta.gmem
