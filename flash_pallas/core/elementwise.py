@@ -61,7 +61,7 @@ class Tape:
                 names.update(zip(eqn.outvars, self.inline(body, consts, operands), strict=True))
                 continue
             if eqn.primitive.name == "pvary" or _leaves_types(eqn):
-                # Only the value's type changes; `mods` sets types when it evaluates the equations.
+                # Only the value's type changes; the code that evaluates the equations sets types.
                 names.update(zip(eqn.outvars, operands, strict=True))
                 continue
             results = [object() for _ in eqn.outvars]
