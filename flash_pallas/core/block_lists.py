@@ -52,8 +52,8 @@ class BlockLists(NamedTuple):
     @property
     def in_one(self) -> BlockLists:
         """The same with all lists in one: `index` int32[entries], and places counted in it."""
-        entries, heads, each = self.index.shape
-        first = jnp.arange(entries * heads, dtype=jnp.int32).reshape(entries, heads, 1, 1) * each
+        entries, heads, length = self.index.shape
+        first = jnp.arange(entries * heads, dtype=jnp.int32).reshape(entries, heads, 1, 1) * length
         return self._replace(bounds=self.bounds + first, index=self.index.reshape(-1))
 
 
@@ -72,20 +72,20 @@ def of_indices(index, state: int, kv_blocks: int):
         kv_blocks: number of KV blocks.
     """
     index = jnp.sort(index, axis=-1)
-    again = jnp.diff(index, axis=-1, prepend=-1) == 0
-    there = (index >= 0) & (index < kv_blocks) & ~again
-    return _sorted(index, jnp.where(there, state, EMPTY), kv_blocks)
+    repeated = jnp.diff(index, axis=-1, prepend=-1) == 0
+    valid = (index >= 0) & (index < kv_blocks) & ~repeated
+    return _sorted(index, jnp.where(valid, state, EMPTY), kv_blocks)
 
 
 def states_of(lists, kv_blocks: int):
     """Returns int8[Bb, N1, Q blocks, KV blocks], the states that `of_states` made lists of."""
     index, state = _entries(lists)
-    found = jnp.zeros((*lists.shape[:-1], kv_blocks), jnp.int8)
+    states = jnp.zeros((*lists.shape[:-1], kv_blocks), jnp.int8)
     index = jnp.where(state == EMPTY, kv_blocks + _places(index.shape, 3), index)  # nowhere
-    put = lambda found, *entry: found.at[entry[0]].set(entry[1], mode="drop", unique_indices=True)
+    put = lambda states, *entry: states.at[entry[0]].set(entry[1], mode="drop", unique_indices=True)
     for _ in range(3):
         put = jax.vmap(put)
-    return put(found, index, state.astype(jnp.int8))
+    return put(states, index, state.astype(jnp.int8))
 
 
 def of_queries(problem: Problem, operands: Operands, tile: tuple[int, int]) -> BlockLists:
@@ -263,18 +263,18 @@ def rotations(lists: BlockLists, heads: int, blocks: int, at_once: int):
     head, tile = jnp.divmod(number, tiles)
     entry, head = jnp.divmod(head, heads)
     entry, head = entry // (number.size // (heads * tiles * entries)), head // (heads // own)
-    start, whole, stop = (lists.bounds[entry, head, tile, end] for end in range(3))
+    start, whole_start, stop = (lists.bounds[entry, head, tile, end] for end in range(3))
     size = stop - start
     before = jnp.cumsum(size, dtype=jnp.int32) - size
     round_ = jnp.maximum(jnp.sum(size, dtype=jnp.int32) // number.size, 1) * at_once
     share = (before % round_).astype(jnp.float32) / round_.astype(jnp.float32)
     hand = (share * blocks).astype(jnp.int32)
-    low, high = whole, stop
+    low, high = whole_start, stop
     for _ in range(int(blocks).bit_length()):
         middle = (low + high) // 2
         left = (low < high) & (lists.index[middle] < hand)
         low, high = jnp.where(left, middle + 1, low), jnp.where(left, high, middle)
-    first = jnp.where(low < stop, low, whole) - whole
+    first = jnp.where(low < stop, low, whole_start) - whole_start
     return jnp.zeros_like(first).at[number].set(first, unique_indices=True)
 
 
@@ -302,9 +302,9 @@ def planned(problem: Problem, operands: Operands, tile: tuple[int, int]):
     seen = (index >= low) & (index < high)
     whole = (index >= whole_low) & (index < whole_high)
     if problem.hides_by_arrays:
-        at = lambda pairs: jnp.take_along_axis(pairs[:, None], index, axis=-1, mode="clip")
-        seen &= at(bounds.meets(problem, operands, *tile))
-        whole &= at(bounds.whole(operands, *tile))
+        listed = lambda pairs: jnp.take_along_axis(pairs[:, None], index, axis=-1, mode="clip")
+        seen &= listed(bounds.meets(problem, operands, *tile))
+        whole &= listed(bounds.whole(operands, *tile))
     if operands.q_lengths is not None:
         seen &= _places(index.shape, 2) * tile[0] < operands.q_lengths[:, None, None, None]
     state = jnp.where(seen, jnp.where(whole, state, jnp.minimum(state, PARTIAL)), EMPTY)
@@ -348,8 +348,8 @@ def _bands(problem: Problem, operands: Operands, tile: tuple[int, int]):
     position, kv_len = start[None] + offset.reshape(-1, 1), kv_len.reshape(-1, 1)
 
     def ends(position, kv_len):
-        found = problem.spec.mask.kv_blocks(position, block_q, kv_len, block_kv)
-        return tuple(map(jnp.int32, found))
+        blocks = problem.spec.mask.kv_blocks(position, block_q, kv_len, block_kv)
+        return tuple(map(jnp.int32, blocks))
 
     return jax.vmap(jax.vmap(ends))(*jnp.broadcast_arrays(position, kv_len))
 

@@ -7,7 +7,7 @@ import functools
 import html
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,12 @@ from .block_lists import EMPTY, PARTIAL, WHOLE
 from .mask import Tile
 
 SMALLEST_BLOCK = 64
-# Of the lists that a call without a block mask makes of its mask_mod. It looks at so many pairs at
-# least, and at most so many on each platform, which take seconds on two cores of a CPU; and it uses
-# lists that leave out so many of the blocks.
+# A call without a block mask makes lists of its mask_mod if it has at least PAIRS pairs and at most
+# those of its platform in MOST_PAIRS, which take seconds on two cores of a CPU. It uses the lists
+# if at least LEAST_EMPTY of the blocks are empty.
 AUTOMATIC_BLOCK, LEAST_EMPTY = (128, 128), 0.125
 PAIRS, MOST_PAIRS = 2048 * 2048, {"cpu": 1 << 30, "gpu": 1 << 34}
-# What is evaluated of a mask at one time, in pairs of a query and a key.
+# Number of pairs of a query and a key for which a mask is evaluated at one time.
 PAIRS_AT_ONCE = 1 << 24
 
 
@@ -223,11 +223,11 @@ class BlockMask:
             return NotImplemented
         self._check_alike(other)
         traced = _joined(operator.and_, self, other)
-        given = [x.mask for x in (self, other) if x.mask is not None]
-        mask = _on_mesh(lambda *x: functools.reduce(operator.and_, x), *given) if given else None
+        masks = [x.mask for x in (self, other) if x.mask is not None]
+        mask = _on_mesh(lambda *x: functools.reduce(operator.and_, x), *masks) if masks else None
         kinds = sorted({*self.kind.split(" and "), *other.kind.split(" and ")})
-        found = self._with(jnp.minimum, other, traced, mask)
-        return dataclasses.replace(found, kind=" and ".join(kinds))
+        intersection = self._with(jnp.minimum, other, traced, mask)
+        return dataclasses.replace(intersection, kind=" and ".join(kinds))
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """Returns the mask that shows what either mask shows.
@@ -239,7 +239,7 @@ class BlockMask:
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_alike(other)
-        # Elsewhere the mod alone, or the array, does not say what is visible of a block.
+        # With other kinds, neither mod nor array alone says what is visible in a block.
         if self.kind != other.kind or " and " in self.kind:
             raise ValueError(
                 f"| of block masks made from {self.kind} and from {other.kind}: both must be made "
@@ -430,8 +430,8 @@ def _lists_of_mod(leading: tuple[int, int], sizes, traced: mods.Traced):
     q_blocks, kv_blocks = _blocks(*sizes)
     shape = block_q, kv_blocks * block_kv
 
-    def states(at):
-        row, q_block = at
+    def states(row_and_block):
+        row, q_block = row_and_block
         tile = Tile(q_block * block_q, jnp.int32(0), shape)
         of_row = [lax.broadcast_in_dim(x.reshape(-1)[row], shape, ()) for x in traced.params]
         entry = row // leading[1]
@@ -440,17 +440,17 @@ def _lists_of_mod(leading: tuple[int, int], sizes, traced: mods.Traced):
             for side, x in zip(traced.mod.vectors, traced.vectors, strict=True)
         ]
         seen = traced.mod(tile, tuple(of_row))
-        there = (tile.q_pos < q_len) & (tile.kv_pos < kv_len)
+        inside = (tile.q_pos < q_len) & (tile.kv_pos < kv_len)
         by_block = lambda x: x.reshape(block_q, kv_blocks, block_kv)
-        some = jnp.any(by_block(seen & there), axis=(0, 2))
-        whole = jnp.all(by_block(seen | ~there), axis=(0, 2))
-        found = jnp.where(some, jnp.where(whole, WHOLE, PARTIAL), EMPTY)
-        return found.astype(jnp.int8)
+        any_seen = jnp.any(by_block(seen & inside), axis=(0, 2))
+        all_seen = jnp.all(by_block(seen | ~inside), axis=(0, 2))
+        state = jnp.where(any_seen, jnp.where(all_seen, WHOLE, PARTIAL), EMPTY)
+        return state.astype(jnp.int8)
 
     number = jnp.arange(leading[0] * leading[1] * q_blocks, dtype=jnp.int32)
     at_once = max(1, PAIRS_AT_ONCE // (shape[0] * shape[1]))
-    found = lax.map(states, (number // q_blocks, number % q_blocks), batch_size=at_once)
-    return block_lists.of_states(found.reshape(*leading, q_blocks, kv_blocks))
+    block_states = lax.map(states, (number // q_blocks, number % q_blocks), batch_size=at_once)
+    return block_lists.of_states(block_states.reshape(*leading, q_blocks, kv_blocks))
 
 
 class OwnLists(NamedTuple):
@@ -461,7 +461,7 @@ class OwnLists(NamedTuple):
         empty: fraction of the blocks that are empty.
     """
 
-    lists: Any
+    lists: np.ndarray
     empty: float
 
 
@@ -488,23 +488,23 @@ def _lists_of_indices(kv_blocks: int, index, counts):
     return block_lists.of_indices(index, WHOLE, kv_blocks)
 
 
-def _on_mesh(call: Callable, *given):
-    """Returns call(*given), an array [B or 1, N or 1, ...] that is sharded as what is given is.
+def _on_mesh(call: Callable, *masks):
+    """Returns call(*masks), an array [B or 1, N or 1, ...] that is sharded as the masks are.
 
     Args:
         call: of arrays and of BlockMasks.
-        given: these, of several batch entries and heads, or of one for all.
+        masks: these, of several batch entries and heads, or of one for all.
     """
-    if mesh_axes.mesh_of(given) is None:
-        return call(*given)
-    arrays = [x for x in jax.tree.leaves(given) if x.ndim > 2]
+    if mesh_axes.mesh_of(masks) is None:
+        return call(*masks)
+    arrays = [x for x in jax.tree.leaves(masks) if x.ndim > 2]
     cuts: list[tuple[str, ...]] = []
     for axis in (0, 1):
         size = max(x.shape[axis] for x in arrays)
-        named = (mesh_axes.names_of(x)[axis] for x in arrays if x.shape[axis] == size)
-        free = (names for names in named if names and set(names).isdisjoint(sum(cuts, ())))
+        axis_names = (mesh_axes.names_of(x)[axis] for x in arrays if x.shape[axis] == size)
+        free = (names for names in axis_names if names and set(names).isdisjoint(sum(cuts, ())))
         cuts.append(next(free, ()))
-    return mesh_axes.compiled_as_auto(call, given, PartitionSpec(*(x or None for x in cuts)))
+    return mesh_axes.compiled_as_auto(call, masks, PartitionSpec(*(x or None for x in cuts)))
 
 
 def _states_of_dense(mask, block: tuple[int, int]):
@@ -516,8 +516,8 @@ def _states_of_dense(mask, block: tuple[int, int]):
         rows, columns = (n // size for n, size in zip(x.shape[2:], block, strict=True))
         return x.reshape(*x.shape[:2], rows, block[0], columns, block[1])
 
-    some, whole = jnp.any(by_block(False), (3, 5)), jnp.all(by_block(True), (3, 5))
-    return jnp.where(some, jnp.where(whole, WHOLE, PARTIAL), EMPTY).astype(jnp.int8)
+    any_seen, all_seen = jnp.any(by_block(False), (3, 5)), jnp.all(by_block(True), (3, 5))
+    return jnp.where(any_seen, jnp.where(all_seen, WHOLE, PARTIAL), EMPTY).astype(jnp.int8)
 
 
 def _entry(x, entry, side: int, first, shape):
@@ -536,9 +536,9 @@ def _everywhere(traced: mods.Traced, shape):
     tile = Tile(jnp.int32(0), jnp.int32(0), shape[2:])
 
     def one(params, vectors):
-        given = [lax.broadcast_in_dim(x, tile.shape, ()) for x in params]
+        spread_params = [lax.broadcast_in_dim(x, tile.shape, ()) for x in params]
         sides = zip(traced.mod.vectors, vectors, strict=True)
-        return traced.mod(tile, given + [_spread(tile, side, x) for side, x in sides])
+        return traced.mod(tile, spread_params + [_spread(tile, side, x) for side, x in sides])
 
     params = [jnp.broadcast_to(x, shape[:2]) for x in traced.params]
     vectors = [jnp.broadcast_to(x, (shape[0], x.shape[1])) for x in traced.vectors]

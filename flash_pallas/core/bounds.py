@@ -27,11 +27,11 @@ def kv_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int)
     q_blocks = -(-problem.q_len // block_q)
     start = jnp.arange(q_blocks, dtype=jnp.int32) * block_q
     position = start[None] + _offsets(problem, operands)[:, None]
-    found = _each(
+    ranges = _block_ranges(
         lambda p: problem.spec.mask.kv_blocks(p, block_q, problem.kv_len, block_kv), position
     )
     stop = _length_blocks(operands, block_kv)
-    return _bounds(found, _extent(meets(problem, operands, block_q, block_kv)), stop)
+    return _bounds(ranges, _extent(meets(problem, operands, block_q, block_kv)), stop)
 
 
 def kv_whole(operands: Operands, block_q: int, block_kv: int):
@@ -49,29 +49,29 @@ def q_bounds(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     kv_blocks = -(-problem.kv_len // block_kv)
     start = jnp.arange(kv_blocks, dtype=jnp.int32) * block_kv
     position = start[None] - _offsets(problem, operands)[:, None]
-    found = _each(
+    ranges = _block_ranges(
         lambda p: problem.spec.mask.q_blocks(p, block_kv, problem.q_len, block_q), position
     )
     pairs = meets(problem, operands, block_q, block_kv)
-    bounds = _bounds(found, _extent(None if pairs is None else pairs.swapaxes(1, 2)), None)
+    bounds = _bounds(ranges, _extent(None if pairs is None else pairs.swapaxes(1, 2)), None)
     if operands.kv_lengths is None:
         return bounds
     dead = start[None] >= operands.kv_lengths[:, None]
     return jnp.where(dead[..., None], 0, bounds)
 
 
-def _each(find, position):
+def _block_ranges(find, position):
     """Returns (start, stop), int32 each, of the BlockRange that `find` gives for every position."""
 
     def ends(p):
-        found = find(p)
-        return jnp.int32(found.start), jnp.int32(found.stop)
+        block_range = find(p)
+        return jnp.int32(block_range.start), jnp.int32(block_range.stop)
 
     return jax.vmap(jax.vmap(ends))(position)
 
 
-def _bounds(found, overlap, stop):
-    low, high = found
+def _bounds(ranges, overlap, stop):
+    low, high = ranges
     if stop is not None:
         high = jnp.minimum(high, stop[:, None])
     if overlap is not None:
@@ -98,21 +98,21 @@ def meets(problem: Problem, operands: Operands, block_q: int, block_kv: int):
     The id ranges of two blocks must meet, which is necessary for a shared id, and so must the range
     of positions of the keys and that of what the queries see.
     """
-    found = []
+    conditions = []
     if operands.q_segments is not None:
         low, high = _ranges(operands.q_segments, block_q)
         other_low, other_high = _ranges(operands.kv_segments, block_kv)
-        found.append(
+        conditions.append(
             (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
         )
-    of_keys = lambda: _key_positions(operands.kv_positions, problem.kv_len, block_kv)
+    key_positions = lambda: _key_positions(operands.kv_positions, problem.kv_len, block_kv)
     if operands.q_first is not None:
         first = _reduced(operands.q_first, block_q, jnp.min, _MOST)
-        found.append(first[:, :, None] <= of_keys()[1][:, None])
+        conditions.append(first[:, :, None] <= key_positions()[1][:, None])
     if operands.q_last is not None:
         last = _reduced(operands.q_last, block_q, jnp.max, -_MOST)
-        found.append(of_keys()[0][:, None] <= last[:, :, None])
-    return functools.reduce(operator.and_, found) if found else None
+        conditions.append(key_positions()[0][:, None] <= last[:, :, None])
+    return functools.reduce(operator.and_, conditions) if conditions else None
 
 
 def whole(operands: Operands, block_q: int, block_kv: int):
@@ -121,36 +121,36 @@ def whole(operands: Operands, block_q: int, block_kv: int):
     With segment ids two blocks are whole if all of both lies in one document. (Padding does not, as
     it has another id in queries than in keys.) A KV block that reaches past the end is never whole.
     """
-    found = []
+    conditions = []
     if operands.q_segments is not None:
         low, high = _extremes(operands.q_segments, block_q)
         other_low, other_high = _extremes(operands.kv_segments, block_kv)
         same = (low[:, :, None] == other_low[:, None]) & (high[:, :, None] == other_high[:, None])
-        found.append(same & (low == high)[:, :, None])
+        conditions.append(same & (low == high)[:, :, None])
     length = operands.k.shape[1]
     low, high = _key_positions(operands.kv_positions, length, block_kv)
     if operands.q_first is not None:
         first = _reduced(operands.q_first, block_q, jnp.max, -_MOST)
-        found.append(first[:, :, None] <= low[:, None])
+        conditions.append(first[:, :, None] <= low[:, None])
     if operands.q_last is not None:
         last = _reduced(operands.q_last, block_q, jnp.min, _MOST)
-        found.append(high[:, None] <= last[:, :, None])
+        conditions.append(high[:, None] <= last[:, :, None])
     index = jnp.arange(-(-length // block_kv), dtype=jnp.int32)
-    found.append(((index + 1) * block_kv <= length)[None, None])
-    return functools.reduce(operator.and_, found)
+    conditions.append(((index + 1) * block_kv <= length)[None, None])
+    return functools.reduce(operator.and_, conditions)
 
 
-def _key_positions(given, length: int, block_kv: int):
+def _key_positions(positions, length: int, block_kv: int):
     """Returns (smallest, largest) position of a key in every block, int32[B or 1, KV blocks].
 
     Args:
-        given: int32[B, length], or None: a key's position is its index.
+        positions: int32[B, length], or None: a key's position is its index.
         length: number of keys.
         block_kv: number of keys of a block.
     """
-    if given is not None:
-        low = _reduced(given, block_kv, jnp.min, _MOST)
-        return low, _reduced(given, block_kv, jnp.max, -_MOST)
+    if positions is not None:
+        low = _reduced(positions, block_kv, jnp.min, _MOST)
+        return low, _reduced(positions, block_kv, jnp.max, -_MOST)
     start = jnp.arange(0, length, block_kv, dtype=jnp.int32)[None]
     return start, jnp.minimum(start + block_kv, length) - 1
 

@@ -19,14 +19,14 @@ from .mask import DraftMask, Mask
 from .problem import AttentionSpec, Shapes
 
 MAX_TOKENS = 64  # queries of one sequence: a step, or the proposals of speculative decoding
-# Up to which layers decode new tokens; more of them attend to a contiguous copy of the cache.
+# Layers decode up to so many new tokens; more of them attend to a contiguous copy of the cache.
 STEP_TOKENS = 16
 PAGE_SIZES = range(16, 257, 16)
 MAX_SPLITS = 128
 # A window of so many keys hides none: positions and lengths are at most as large. Positions are at
 # least -2**30, so that the difference fits int32.
 UNBOUNDED = 2**30
-# Why kernels pass over a call whose spec has another v_first than 0.
+# Why kernels refuse a call whose spec has a v_first other than 0.
 VALUES_BEHIND_KEYS = (
     "reads no values that lie behind the keys in one array, and to split it copies the cache: keep "
     "them in two arrays"
@@ -99,7 +99,7 @@ class DecodeOperands(NamedTuple):
     page_table: Any = None  # int32[B, max_pages] or [B, K, max_pages]. Clipped to [0, num_pages)
     sinks: Any = None  # f32[B, N], natural logits
     alibi_slopes: Any = None  # f32[B, N]
-    # Of a cache in one of QUANTISED: a key is k * k_scale. None is 1.
+    # For a cache in one of the dtypes QUANTISED: a key is k * k_scale. None is 1.
     k_scale: Any = None  # f32[1, K], or one row for each row of k: [B, K] or [num_pages, K]
     v_scale: Any = None  # likewise, of v; without v None is that of k
     kv_starts: Any = None  # int32[B]; keys before it may hold NaN. Below 0 is 0
@@ -171,7 +171,7 @@ class DecodeProblem(Shapes):
         none, room = jnp.int32(0), jnp.int32(self.kv_len)
         moved = self.q_len > 1 or self.windowed or "alibi_slopes" in self.features
         clips = q_offset is not None or not moved
-        # Else at most UNBOUNDED: sums with positions must not wrap.
+        # If not to the room, clip to UNBOUNDED: sums with positions must not wrap.
         count = lax.clamp(none, kv_length, room if clips else jnp.int32(UNBOUNDED))
         if exists is not None:
             count = lax.select(exists, count, none)
@@ -192,7 +192,7 @@ class DecodeProblem(Shapes):
         if window_left is not None:
             mask = Mask(window_left[batch], 0)
         if kv_starts is not None and mask.left is None:
-            # Then the first key of every row is a value per row, as its last is.
+            # With a mask that has a left side, every row has a first key, as it has a last one.
             mask = Mask(UNBOUNDED, 0)
         if self.drafts:
             mask = DraftMask(mask.left, 0, self.drafts, position)

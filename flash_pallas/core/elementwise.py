@@ -61,7 +61,7 @@ class Tape:
                 names.update(zip(eqn.outvars, self.inline(body, consts, operands), strict=True))
                 continue
             if eqn.primitive.name == "pvary" or _leaves_types(eqn):
-                # Of a value only its type changes, which whoever evaluates a step sees to.
+                # Only the value's type changes; the code that evaluates the equations sets types.
                 names.update(zip(eqn.outvars, operands, strict=True))
                 continue
             results = [object() for _ in eqn.outvars]
@@ -73,8 +73,8 @@ class Tape:
         """Returns the equations that the results depend on."""
         wanted, kept = {x for x in results if not isinstance(x, Literal)}, []
         for equation in reversed(self.equations):
-            _, _, operands, made = equation
-            if not wanted.isdisjoint(made):
+            _, _, operands, outputs = equation
+            if not wanted.isdisjoint(outputs):
                 kept.append(equation)
                 wanted.update(x for x in operands if not isinstance(x, Literal))
         return kept[::-1]

@@ -67,6 +67,6 @@ def _kept(operands: DecodeOperands, size: int, room: int):
     index = jnp.where(operands.kv_blocks <= last[..., None], operands.kv_blocks, -1)
     lists = block_lists.of_indices(index[:, :, None], block_lists.WHOLE, -(-room // size))[:, :, 0]
     count, number = lists[..., 1], lists[..., block_lists.COUNTS :]
-    at_end = jnp.max(index, axis=-1) == last  # the last of them is the one in which the keys end
+    at_end = jnp.max(index, axis=-1) == last  # the last block is the one in which the keys end
     missing = jnp.where(at_end & (count > 0), (last + 1) * size - length, 0)
     return count, number, count * size - missing

@@ -165,9 +165,9 @@ class DraftMask(Mask):
 
         A block that has drafts is never called full.
         """
-        found = Mask(self.left).kv_blocks(self.first, self.drafts, kv_len, block_kv, kv_start)
-        full_stop = ints.minimum(found.full_stop, ints.floor_div(self.first, block_kv))
-        return found._replace(full_stop=ints.maximum(full_stop, found.full_start))
+        blocks = Mask(self.left).kv_blocks(self.first, self.drafts, kv_len, block_kv, kv_start)
+        full_stop = ints.minimum(blocks.full_stop, ints.floor_div(self.first, block_kv))
+        return blocks._replace(full_stop=ints.maximum(full_stop, blocks.full_start))
 
 
 # --- Tiles of scores ------------------------------------------------------------------------------
@@ -228,14 +228,14 @@ class Tile:
     @property
     def q_pos(self):
         """Position of each element's query, int32[shape]."""
-        given = self.positions[0]
-        return self.counted(self.q_axis, self.q_start) if given is None else given
+        positions = self.positions[0]
+        return self.counted(self.q_axis, self.q_start) if positions is None else positions
 
     @property
     def kv_pos(self):
         """Position of each element's key, int32[shape]."""
-        given = self.positions[1]
-        return self.counted(1 - self.q_axis, self.kv_start) if given is None else given
+        positions = self.positions[1]
+        return self.counted(1 - self.q_axis, self.kv_start) if positions is None else positions
 
     def counted(self, axis: int, start):
         """Returns int32[shape]: start + index along the axis."""

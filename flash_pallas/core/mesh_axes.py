@@ -106,11 +106,11 @@ def unfolded(x, shape: tuple[int, ...], like):
         shape: sizes of the new axes.
         like: an array whose first axes are these, before it was `folded`: they are sharded alike.
     """
-    mesh, whole = mesh_of(x), (*shape, *x.shape[1:])
+    mesh, unfolded_shape = mesh_of(x), (*shape, *x.shape[1:])
     if mesh is None or not any(names_of(like)[1 : len(shape)]):
-        return x.reshape(whole)
+        return x.reshape(unfolded_shape)
     spec = PartitionSpec(*spec_of(like)[: len(shape)], *spec_of(x)[1:])
-    return lax.reshape(x, whole, out_sharding=NamedSharding(mesh, spec))
+    return lax.reshape(x, unfolded_shape, out_sharding=NamedSharding(mesh, spec))
 
 
 # --- Mesh axes over which a value varies inside `jax.shard_map` -----------------------------------
@@ -145,7 +145,7 @@ def untyped(call):
         bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(args)]
         bare = jax.tree.unflatten(jax.tree.structure(args), bare)
         closed, results = jax.make_jaxpr(call, return_shape=True)(*bare)
-        found = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(results), found)
+        leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
     return run

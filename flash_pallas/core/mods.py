@@ -120,45 +120,47 @@ def trace(
     *score, b, n, i, j = arguments
     kind = "score_mod" if score else "mask_mod"
     tiled, known = {*score, i, j}, []
-    rest = []
+    tile_equations = []
     for equation in tape.equations:
         _, _, operands, results = equation
         if tiled.isdisjoint(x for x in operands if not isinstance(x, Literal)):
             known.append(equation)
         else:
             tiled.update(results)
-            rest.append(equation)
+            tile_equations.append(equation)
     known, literals = _constants(known)
     put = lambda x: x if isinstance(x, Literal) else literals.get(x, x)
     with_literals = lambda equations: [
         (primitive, params, [*map(put, operands)], results)
         for primitive, params, operands, results in equations
     ]
-    known, rest, result = with_literals(known), with_literals(rest), put(result)
+    known, tile_equations, result = with_literals(known), with_literals(tile_equations), put(result)
     if not wide:
-        rest, result = _narrowed(rest, result)
+        tile_equations, result = _narrowed(tile_equations, result)
     vectors = []
     if positions is not None:
-        vectors, rest = _vectors(rest, (i, j), result, _made_of(n, known))
-    _check_elementwise(rest, kind)
+        vectors, tile_equations = _vectors(tile_equations, (i, j), result, _made_of(n, known))
+    _check_elementwise(tile_equations, kind)
     of_positions = [value for value, _ in vectors]
-    needed = [x for x in _needed(rest, result, tiled) if x not in of_positions]
+    needed = [x for x in _needed(tile_equations, result, tiled) if x not in of_positions]
     numbers = [
         jnp.arange(size, dtype=jnp.int32) + start
         for size, start in zip((batch, heads), first, strict=True)
     ]
     arrays = _evaluate_known(tape, known, needed, (b, n), numbers, kind)
     places = positions() if positions is not None and vectors else ()
-    found = [
+    vector_arrays = [
         _evaluate_vector(tape, known, vector, (b, n, (i, j)[vector.side]), numbers[0], places)
         for _, vector in vectors
     ]
     arrays = arrays if wide else [*map(width.narrowed, arrays)]
-    found = [*map(width.narrowed, found)]
-    dtypes = [x.dtype for x in (*arrays, *found)]
+    vector_arrays = [*map(width.narrowed, vector_arrays)]
+    dtypes = [x.dtype for x in (*arrays, *vector_arrays)]
     sides = tuple(vector.side for _, vector in vectors)
-    mod = _mod(rest, [*needed, *of_positions], (score, i, j, result), dtypes, sides)
-    return Traced(mod, tuple(map(_storable, arrays)), tuple(x.astype(jnp.int32) for x in found))
+    mod = _mod(tile_equations, [*needed, *of_positions], (score, i, j, result), dtypes, sides)
+    return Traced(
+        mod, tuple(map(_storable, arrays)), tuple(x.astype(jnp.int32) for x in vector_arrays)
+    )
 
 
 def _constants(known: list) -> tuple[list, dict[Any, Literal]]:
@@ -167,13 +169,13 @@ def _constants(known: list) -> tuple[list, dict[Any, Literal]]:
     Returns:
         (the equations that are left, Literals of the values).
     """
-    left, constant, found = [], [], {}
+    left, constant, literals = [], [], {}
     for equation in known:
         _, _, operands, results = equation
-        of_numbers = all(isinstance(x, Literal) or x in found for x in operands)
+        of_numbers = all(isinstance(x, Literal) or x in literals for x in operands)
         if of_numbers and operands and equation[0].name in ELEMENTWISE:
             constant.append(equation)
-            found.update(dict.fromkeys(results))
+            literals.update(dict.fromkeys(results))
         else:
             left.append(equation)
     if not constant:
@@ -181,12 +183,12 @@ def _constants(known: list) -> tuple[list, dict[Any, Literal]]:
 
     def evaluate():
         for primitive, params, operands, results in constant:
-            given = [x.val if isinstance(x, Literal) else found[x].val for x in operands]
-            value = np.asarray(primitive.bind(*given, **params))
-            found.update(dict.fromkeys(results, Literal(value, jax.typeof(value))))
+            arguments = [x.val if isinstance(x, Literal) else literals[x].val for x in operands]
+            value = np.asarray(primitive.bind(*arguments, **params))
+            literals.update(dict.fromkeys(results, Literal(value, jax.typeof(value))))
 
     apart(evaluate)
-    return left, found
+    return left, literals
 
 
 def _narrowed(equations: list, result) -> tuple[list, Any]:
@@ -199,11 +201,11 @@ def _narrowed(equations: list, result) -> tuple[list, Any]:
         return x
 
     narrow = lambda p: width.NARROW.get(p, p) if isinstance(p, np.dtype) else p
-    found = []
+    narrowed = []
     for primitive, params, operands, results in equations:
         params = {name: narrow(p) for name, p in params.items()}
-        found.append((primitive, params, [*map(put, operands)], results))
-    return found, put(result)
+        narrowed.append((primitive, params, [*map(put, operands)], results))
+    return narrowed, put(result)
 
 
 class _Vector(NamedTuple):
@@ -222,18 +224,18 @@ class _Vector(NamedTuple):
 
 def _made_of(value, equations: list) -> set:
     """Returns a value and those that equations make of it."""
-    found = {value}
+    made = {value}
     for _, _, operands, results in equations:
-        if not found.isdisjoint(x for x in operands if not isinstance(x, Literal)):
-            found.update(results)
-    return found
+        if not made.isdisjoint(x for x in operands if not isinstance(x, Literal)):
+            made.update(results)
+    return made
 
 
-def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
+def _vectors(tile_equations: list, places, result, of_heads: set) -> tuple[list, list]:
     """Cuts what is no arithmetic, but depends on one of i and j alone, out of the equations.
 
     Args:
-        rest: the equations that depend on i or j.
+        tile_equations: those that depend on i or j.
         places: what stands for i and j.
         result: what stands for the function's result.
         of_heads: values that depend on n, with which arithmetic is left to the tile.
@@ -243,17 +245,17 @@ def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
     """
     sides = {place: {side} for side, place in enumerate(places)}
     apart: set = set()  # values of one side that are not elementwise arithmetic of i or j
-    for primitive, _, operands, results in rest:
+    for primitive, _, operands, results in tile_equations:
         read = [x for x in operands if not isinstance(x, Literal)]
-        of = set().union(*(sides.get(x, set()) for x in read))
-        one = len(of) == 1 and primitive.name not in CONTROL_FLOW
+        read_sides = set().union(*(sides.get(x, set()) for x in read))
+        one_sided = len(read_sides) == 1 and primitive.name not in CONTROL_FLOW
         follows = not apart.isdisjoint(read) and of_heads.isdisjoint(read)
-        is_apart = one and (primitive.name not in ELEMENTWISE or follows)
+        is_apart = one_sided and (primitive.name not in ELEMENTWISE or follows)
         for x in results:
-            sides[x] = of
+            sides[x] = read_sides
             if is_apart:
                 apart.add(x)
-    left = [equation for equation in rest if apart.isdisjoint(equation[3])]
+    left = [equation for equation in tile_equations if apart.isdisjoint(equation[3])]
     left = _used(left, [result])
     wanted = dict.fromkeys(
         x
@@ -261,11 +263,11 @@ def _vectors(rest: list, places, result, of_heads: set) -> tuple[list, list]:
         for x in operands
         if not isinstance(x, Literal) and x in apart
     )
-    found = []
+    vectors = []
     for value in wanted:
         (side,) = sides[value]
-        found.append((value, _Vector(value, side, _used(rest, [value]))))
-    return found, left
+        vectors.append((value, _Vector(value, side, _used(tile_equations, [value]))))
+    return vectors, left
 
 
 def _used(equations: list, results: list) -> list:
@@ -289,16 +291,16 @@ def _evaluate_vector(tape: Tape, known, vector: _Vector, indices, entries, posit
         values = dict(zip(captured, constants, strict=True)) | {b: entry, place: position}
         read = lambda x: x.val if isinstance(x, Literal) else values[x]
         for primitive, params, operands, results in equations:
-            given = [read(x) for x in operands]
-            given = mesh_axes.spread(given, mesh_axes.varying(given))
-            _bind(values, primitive, params, given, results)
-        found = values[vector.value]
-        if jnp.shape(found) or not _is_discrete(found.dtype):
+            arguments = [read(x) for x in operands]
+            arguments = mesh_axes.spread(arguments, mesh_axes.varying(arguments))
+            _bind(values, primitive, params, arguments, results)
+        mark = values[vector.value]
+        if jnp.shape(mark) or not _is_discrete(mark.dtype):
             raise NotElementwise(
-                f"it makes {found.dtype}{list(jnp.shape(found))} of a captured array and i or j: "
+                f"it makes {mark.dtype}{list(jnp.shape(mark))} of a captured array and i or j: "
                 "what is looked up by a position must be one integer or bool"
             )
-        return found
+        return mark
 
     of_side = positions[vector.side]
     shared = len(of_side) == 1
@@ -319,8 +321,8 @@ def joined(join: Callable, one: Traced, other: Traced) -> Traced:
     params, vectors = one.params + other.params, one.vectors + other.vectors
     first, second = one.mod, other.mod
 
-    def step(tile, given, score):
-        scalars, of_positions = given[: len(params)], given[len(params) :]
+    def step(tile, tile_params, score):
+        scalars, of_positions = tile_params[: len(params)], tile_params[len(params) :]
         of_first = *scalars[:count], *of_positions[:of_one]
         of_second = *scalars[count:], *of_positions[of_one:]
         return join(first(tile, of_first, score), second(tile, of_second, score))
@@ -365,9 +367,11 @@ def _closed(function: Callable, arguments: tuple) -> Any:
         try:
             return jax.make_jaxpr(function)(*arguments)
         except tuple(_INSTEAD) as error:
-            # The first that fits: the last is the base class of some others.
-            told = next(words for each, words in _INSTEAD.items() if isinstance(error, each))
-            raise NotElementwise(told) from error
+            # The first match counts: the last entry is a base class of some others.
+            advice = next(
+                words for error_type, words in _INSTEAD.items() if isinstance(error, error_type)
+            )
+            raise NotElementwise(advice) from error
 
 
 @contextlib.contextmanager
@@ -376,7 +380,7 @@ def _whole_arrays_asked_for():
     try:
         yield
     except Exception as error:
-        if type(error).__name__ != "ShardingTypeError":  # of which JAX has no public name
+        if type(error).__name__ != "ShardingTypeError":  # JAX has no public name for it
             raise
         raise NotElementwise(
             "it indexes a captured array that an Explicit mesh axis cuts: capture it whole, as in "
@@ -404,7 +408,7 @@ def _check_result(closed, score_dtype):
     )
 
 
-# Primitives that look a number up, and such that make vectors of scalars.
+# Primitives that look a number up, and primitives that make vectors of scalars.
 _LOOKUPS = frozenset({"gather", "dynamic_slice"})
 _VECTORS = frozenset({"argmax", "broadcast_in_dim", "concatenate", "reshape", "sort", "stack"})
 
@@ -424,37 +428,37 @@ def _indices(kind: str) -> str:
 
 def _check_elementwise(equations: list, kind: str) -> None:
     """Raises NotElementwise for what cannot run inside a tile."""
-    of = "the score, i or j" if kind == "score_mod" else "i or j"
+    args = "the score, i or j" if kind == "score_mod" else "i or j"
     names = [primitive.name for primitive, *_ in equations]
     names = [name for name in names if name not in ELEMENTWISE]
-    # Where there are several, the one that says most about what the function does.
+    # Of several, report the primitive that says most about what the function does.
     for name in sorted(names, key=lambda name: (name not in CONTROL_FLOW, name not in _LOOKUPS)):
         if name in CONTROL_FLOW:
             raise NotElementwise(
-                f"it applies {name!r} to {of}, and a tile takes one way for all its scores: "
+                f"it applies {name!r} to {args}, and a tile takes one way for all its scores: "
                 "compute both and choose with jnp.where; jnp.piecewise has such a choice inside"
             )
         if name in _LOOKUPS:
-            raise NotElementwise(f"it indexes an array by {of}: {_indices(kind)}")
+            raise NotElementwise(f"it indexes an array by {args}: {_indices(kind)}")
         if name in _VECTORS:
             raise NotElementwise(
-                f"it makes a vector of {of} ({name!r}), as jnp.select, jnp.piecewise, jnp.stack "
+                f"it makes a vector of {args} ({name!r}), as jnp.select, jnp.piecewise, jnp.stack "
                 "and jnp.array([...]) do, and a tile has scalars: nest jnp.where, as in "
                 "jnp.where(a, x, jnp.where(b, y, z))"
             )
         raise NotElementwise(
-            f"it applies {name!r} to {of}, which is not elementwise arithmetic on real numbers: "
+            f"it applies {name!r} to {args}, which is not elementwise arithmetic on real numbers: "
             f"make it of jnp functions of each number by itself. And {_indices(kind)}"
         )
 
 
-def _needed(rest, result, tiled) -> list:
+def _needed(tile_equations, result, tiled) -> list:
     """Returns the values from outside that the tiles read, each once, in order of first use."""
-    found: dict[Any, None] = {}
-    for x in [x for _, _, operands, _ in rest for x in operands] + [result]:
+    needed: dict[Any, None] = {}
+    for x in [x for _, _, operands, _ in tile_equations for x in operands] + [result]:
         if not isinstance(x, Literal) and x not in tiled:
-            found[x] = None
-    return list(found)
+            needed[x] = None
+    return list(needed)
 
 
 def _evaluate_known(tape: Tape, known, needed, indices, numbers, kind: str) -> Any:
@@ -466,26 +470,26 @@ def _evaluate_known(tape: Tape, known, needed, indices, numbers, kind: str) -> A
         values |= dict(zip(indices, (b, n), strict=True))
         read = lambda x: x.val if isinstance(x, Literal) else values[x]
         for primitive, params, operands, results in known:
-            given = [read(x) for x in operands]
-            given = mesh_axes.spread(given, mesh_axes.varying(given))
-            _bind(values, primitive, params, given, results)
-        found = [values[x] for x in needed]
-        for x in found:
+            arguments = [read(x) for x in operands]
+            arguments = mesh_axes.spread(arguments, mesh_axes.varying(arguments))
+            _bind(values, primitive, params, arguments, results)
+        needed_values = [values[x] for x in needed]
+        for x in needed_values:
             if jnp.shape(x):
                 raise NotElementwise(
                     f"it uses a whole array of shape {jnp.shape(x)}: {_indices(kind)}"
                 )
-        return [jnp.asarray(x) for x in found]
+        return [jnp.asarray(x) for x in needed_values]
 
     call = jax.vmap(jax.vmap(one, (None, None, 0)), (None, 0, None))
-    with _whole_arrays_asked_for():  # JAX has refused none but within loops and branches
+    with _whole_arrays_asked_for():  # raised here only within loops and branches
         return call(mesh_axes.whole(list(tape.constants.values())), *numbers)
 
 
 def _bind(values, primitive, params, operands, results):
-    found = primitive.bind(*operands, **mesh_axes.whole_params(params))
-    found = found if primitive.multiple_results else [found]
-    values.update(zip(results, found, strict=True))
+    outputs = primitive.bind(*operands, **mesh_axes.whole_params(params))
+    outputs = outputs if primitive.multiple_results else [outputs]
+    values.update(zip(results, outputs, strict=True))
 
 
 def _storable(x):
@@ -495,7 +499,7 @@ def _storable(x):
     return x.astype(jnp.int32)
 
 
-def _mod(rest, needed, places, dtypes, vectors=()) -> Mod:
+def _mod(tile_equations, needed, places, dtypes, vectors=()) -> Mod:
     """Builds the Mod of the elementwise part."""
     score, i, j, result = places
 
@@ -506,20 +510,22 @@ def _mod(rest, needed, places, dtypes, vectors=()) -> Mod:
             j: tile.kv_pos,
         }
         read = lambda v: v.val if isinstance(v, Literal) else values[v]
-        for primitive, parameters, operands, results in rest:
-            given = [fill(read(v), tile.shape) for v in operands]
+        for primitive, parameters, operands, results in tile_equations:
+            arguments = [fill(read(v), tile.shape) for v in operands]
             # A constant varies over no axis of a shard_map around, and primitives want one type.
-            given = mesh_axes.spread(given, mesh_axes.varying(given))
-            _bind(values, primitive, parameters, given, results)
-        found = fill(read(result), tile.shape)
+            arguments = mesh_axes.spread(arguments, mesh_axes.varying(arguments))
+            _bind(values, primitive, parameters, arguments, results)
+        result_tile = fill(read(result), tile.shape)
         if x is None:
-            return found
-        found = mesh_axes.spread(found, mesh_axes.varying(x))
-        return lax.convert_element_type(found, x.dtype)
+            return result_tile
+        result_tile = mesh_axes.spread(result_tile, mesh_axes.varying(x))
+        return lax.convert_element_type(result_tile, x.dtype)
 
-    text = _text(rest, needed, places, dtypes)
-    used = frozenset(p.name for p, *_ in rest)
-    return Mod(text, used, step, vectors, bool(score) and _keeps_nan(rest, score[0], result))
+    text = _text(tile_equations, needed, places, dtypes)
+    used = frozenset(p.name for p, *_ in tile_equations)
+    return Mod(
+        text, used, step, vectors, bool(score) and _keeps_nan(tile_equations, score[0], result)
+    )
 
 
 # Primitives whose result is NaN where one of their operands is.
@@ -546,13 +552,13 @@ def _restore(x, dtype):
     return x != 0 if dtype == jnp.bool_ else lax.convert_element_type(x, dtype)
 
 
-def _text(rest, needed, places, dtypes) -> str:
+def _text(tile_equations, needed, places, dtypes) -> str:
     score, i, j, result = places
     names = {x: f"h{k}:{d}" for k, (x, d) in enumerate(zip(needed, dtypes, strict=True))}
     names |= {i: "i", j: "j"} | ({score[0]: "score"} if score else {})
     name = lambda x: f"{x.val}:{x.aval}" if isinstance(x, Literal) else names[x]
     lines = []
-    for primitive, params, operands, results in rest:
+    for primitive, params, operands, results in tile_equations:
         names.update({x: f"v{len(names) + k}" for k, x in enumerate(results)})
         made, reads = ([f(x) for x in xs] for f, xs in ((names.get, results), (name, operands)))
         lines.append(f"{made} = {primitive.name} {sorted(params.items())} {reads}")

@@ -16,7 +16,7 @@ from .mods import Mod
 
 PRECISIONS = ("default", "high", "highest")  # see flash_attention
 DERIVATIVES = ("reverse", "any")  # likewise
-# Fields of AttentionSpec that are no modifiers of scores; every other one counts as one by itself.
+# Fields of AttentionSpec that are no modifiers of scores; every other field counts as one.
 NO_MODIFIERS = {
     "scale", "mask", "q_offset", "block_shape", "deterministic", "precision", "differentiable",
     "max_logit",
@@ -96,8 +96,8 @@ class Operands(NamedTuple):
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
     q_offset: Any = None  # int32[B], or None where spec.q_offset says it
-    q_lengths: Any = None  # int32[B], queries from there on see nothing; a backend need not look
-    kv_lengths: Any = None  # int32[B], keys from there on are hidden
+    q_lengths: Any = None  # int32[B], queries from this index on see no key; backends may ignore it
+    kv_lengths: Any = None  # int32[B], keys from this index on are hidden
     q_segments: Any = None  # int32[B, T], -1 for padding
     kv_segments: Any = None  # int32[B, S], -2 for padding
     # Each query sees the keys at positions q_first to q_last, both included; None is unbounded.
@@ -105,7 +105,7 @@ class Operands(NamedTuple):
     q_last: Any = None  # int32[B, T]
     q_positions: Any = None  # int32[B, T]; None: index + q_offset. Only ALiBi and mods read them
     kv_positions: Any = None  # int32[B, S]; None: the index
-    # What mask_mod makes of arrays and of a position alone, see core/mods.py.
+    # Values of mask_mod that depend on arrays and on one position only, see core/mods.py.
     q_marks_0: Any = None  # int32[B, T]
     q_marks_1: Any = None
     kv_marks_0: Any = None  # int32[B, S]
@@ -118,14 +118,14 @@ class Operands(NamedTuple):
     alibi_slopes: Any = None  # f32[B, N]
     sinks: Any = None  # f32[B, N], natural logits
     dropout_keys: Any = None  # uint32[B, N], see core/dropout.py
-    # What dropout takes for positions where these are parts of longer sequences; None: as all do.
+    # Positions for dropout, where these are parts of longer sequences; None: the usual positions.
     q_places: Any = None  # int32[B, T]
     kv_places: Any = None  # int32[B, S], every entry has the same
     score_params: tuple = ()  # [B, N] each: what score_mod captured, see core/mods.py
     mask_params: tuple = ()  # [B, N] each: what mask_mod captured
 
 
-# What of Operands a score's modifiers may have gradients for, besides q, k and v.
+# Operands of score modifiers that may have gradients, besides q, k and v.
 EXTRA_GRADS = ("bias", "alibi_slopes", "score_params")
 
 

@@ -149,8 +149,8 @@ def attend(
     """
     operands = in_range(operands)
     problem = describe(operands, spec)
-    found = chunks(problem, operands) if problem.has_chunks else None
-    return (joined or join)(spec, operands, decode(as_steps(spec, operands)), found)
+    chunk_outputs = chunks(problem, operands) if problem.has_chunks else None
+    return (joined or join)(spec, operands, decode(as_steps(spec, operands)), chunk_outputs)
 
 
 def in_range(operands: RaggedOperands) -> RaggedOperands:
@@ -233,12 +233,16 @@ def join(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: Out
     of_step = lambda x: jnp.moveaxis(x, 2, 1)[seq, token].T
     shift = jnp.zeros_like(steps.lse_log2) if steps.shift is None else steps.shift
     o, lse, shift = steps.o[seq, token], of_step(steps.lse_log2), of_step(shift)
-    others = nothing = (jnp.zeros_like(o), jnp.full_like(lse, EMPTY_ROW), jnp.zeros_like(shift))
+    others = empty_rows = (jnp.zeros_like(o), jnp.full_like(lse, EMPTY_ROW), jnp.zeros_like(shift))
     if chunks is not None:
-        given = chunks.o, chunks.lse_log2, nothing[2] if chunks.shift is None else chunks.shift
-        others = [_where(exists, x, none) for x, none in zip(given, nothing, strict=True)]
-    found = zip((o, lse, shift), others, strict=True)
-    return Outputs(*(_where(is_step, x, other) for x, other in found))
+        chunk_rows = (
+            chunks.o,
+            chunks.lse_log2,
+            empty_rows[2] if chunks.shift is None else chunks.shift,
+        )
+        others = [_where(exists, x, none) for x, none in zip(chunk_rows, empty_rows, strict=True)]
+    pairs = zip((o, lse, shift), others, strict=True)
+    return Outputs(*(_where(is_step, x, other) for x, other in pairs))
 
 
 class Places(NamedTuple):

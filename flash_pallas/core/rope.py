@@ -96,6 +96,6 @@ def rotate_query_key(query, key, positions, key_positions, theta: float | None):
             raise ValueError("positions need rope_theta: without it they would have no effect.")
         return query, key
     return tuple(
-        apply_rope(x, jnp.arange(x.shape[-3]) if at is None else jnp.asarray(at), theta)
-        for x, at in ((query, positions), (key, key_positions))
+        apply_rope(x, jnp.arange(x.shape[-3]) if pos is None else jnp.asarray(pos), theta)
+        for x, pos in ((query, positions), (key, key_positions))
     )

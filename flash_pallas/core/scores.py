@@ -206,23 +206,23 @@ def visible(spec: AttentionSpec, tile: Tile, inputs: TileInputs):
 
     Static masks (causal, windows) and lengths are the business of `Tile.limits`.
     """
-    tile, found = placed(tile, inputs), []
+    tile, conditions = placed(tile, inputs), []
     if inputs.q_segments is not None:
-        found.append(tile.per_q(inputs.q_segments) == tile.per_kv(inputs.kv_segments))
+        conditions.append(tile.per_q(inputs.q_segments) == tile.per_kv(inputs.kv_segments))
     if inputs.q_first is not None:
-        found.append(tile.kv_pos >= tile.per_q(inputs.q_first))
+        conditions.append(tile.kv_pos >= tile.per_q(inputs.q_first))
     if inputs.q_last is not None:
-        found.append(tile.kv_pos <= tile.per_q(inputs.q_last))
+        conditions.append(tile.kv_pos <= tile.per_q(inputs.q_last))
     if inputs.mask is not None:
-        found.append(inputs.mask)
+        conditions.append(inputs.mask)
     mask_mod = spec.mask_mod
     if mask_mod is not None:
         params = tuple(_spread(tile, p) for p in inputs.mask_params)
         spread = tile.per_q, tile.per_kv
-        named = zip(mask_mod.vectors, marks(mask_mod), strict=True)
-        params += tuple(spread[side](getattr(inputs, name)) for side, name in named)
-        found.append(tile.call(lambda p: mask_mod(tile, p), params))
-    return functools.reduce(operator.and_, found) if found else None
+        sides_and_names = zip(mask_mod.vectors, marks(mask_mod), strict=True)
+        params += tuple(spread[side](getattr(inputs, name)) for side, name in sides_and_names)
+        conditions.append(tile.call(lambda p: mask_mod(tile, p), params))
+    return functools.reduce(operator.and_, conditions) if conditions else None
 
 
 def kept(spec: AttentionSpec, tile: Tile, inputs: TileInputs):

@@ -107,14 +107,16 @@ class Shards:
     def run(self, call, *mine):
         """Calls `call` on one shard's arguments; if it returns Grads, sums them over shards."""
         select = lambda x: self.selected(x) if isinstance(x, type(mine[0])) else x
-        given = tuple(map(select, mine))
-        found = call(*mesh_axes.spread(given, mesh_axes.varying(given)))
-        return self.summed(mine[0], found) if isinstance(found, Grads) else found
+        parts = tuple(map(select, mine))
+        returned = call(*mesh_axes.spread(parts, mesh_axes.varying(parts)))
+        return self.summed(mine[0], returned) if isinstance(returned, Grads) else returned
 
     def specs(self, record):
         """Returns the PartitionSpecs of a NamedTuple of whole arrays."""
-        one = lambda name: jax.tree.map(lambda x: self.spec(name, x.shape), getattr(record, name))
-        return record._replace(**{name: one(name) for name in record._fields})
+        specs_of = lambda name: jax.tree.map(
+            lambda x: self.spec(name, x.shape), getattr(record, name)
+        )
+        return record._replace(**{name: specs_of(name) for name in record._fields})
 
     def result_specs(self, results: Any):
         """Returns the PartitionSpecs of a call's results; those of Grads are those of its operands.
@@ -155,16 +157,16 @@ class Shards:
 
     def selected(self, mine):
         """Returns one shard's operands, with only the entries it reads of those not sharded."""
-        given = {name: getattr(mine, name) for name in self._shared}
+        shared = {name: getattr(mine, name) for name in self._shared}
         return mine._replace(
-            **{n: x if x is None else self._select(n)(x) for n, x in given.items()}
+            **{n: x if x is None else self._select(n)(x) for n, x in shared.items()}
         )
 
     def summed(self, mine: Operands, grads: Grads) -> Grads:
         """Computes gradients of one shard's operands from those of what `selected` made of them."""
-        given = {name: (getattr(mine, name), getattr(grads, name)) for name in ("k", "v", "bias")}
+        pairs = {name: (getattr(mine, name), getattr(grads, name)) for name in ("k", "v", "bias")}
         return grads._replace(
-            **{n: None if g is None else self._sum(n, x, g) for n, (x, g) in given.items()}
+            **{n: None if g is None else self._sum(n, x, g) for n, (x, g) in pairs.items()}
         )
 
     @property
@@ -201,8 +203,8 @@ class Shards:
         if not shared:
             return grad
         exact = grad.astype(softmax.sum_dtype(grad.dtype))
-        like = mesh_axes.spread(jnp.zeros(x.shape, exact.dtype), mesh_axes.varying(exact))
-        (exact,) = jax.vjp(self._select(name), like)[1](exact)
+        zeros = mesh_axes.spread(jnp.zeros(x.shape, exact.dtype), mesh_axes.varying(exact))
+        (exact,) = jax.vjp(self._select(name), zeros)[1](exact)
         return lax.psum(exact, shared).astype(grad.dtype)
 
 

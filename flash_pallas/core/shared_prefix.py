@@ -64,7 +64,7 @@ def sharing(operands: DecodeOperands, q_len: int) -> Sharing:
     room = table.shape[1] * page_size
     # Pages whose keys all queries of the sequence see.
     seen = jnp.clip(jnp.clip(operands.kv_lengths, 0, room) - q_len, 0) // page_size
-    first = jnp.where(seen > 0, table[:, 0], -1 - index)  # without any: a group of its own
+    first = jnp.where(seen > 0, table[:, 0], -1 - index)  # if none: a group of its own
     alike = first[:, None] == first[None]
     leader = jnp.argmax(alike, axis=1).astype(jnp.int32)
     if operands.prefix_lengths is None:
@@ -84,7 +84,7 @@ def _placed(leader, alike, prefix, most: int) -> Sharing:
     `alike` is bool[B, B]: both are of one group. A tile has room for `most` sequences.
     """
     batch = len(leader)
-    # The most tiles for each member are those of a pair, or of one more than a tile has room for.
+    # Groups of two, or of one more than a tile has room for, take the most tiles per sequence.
     tiles = max(batch // 2, 2 * batch // (most + 1), 1)
     index = jnp.arange(batch, dtype=jnp.int32)
     shares = prefix > 0
@@ -94,7 +94,9 @@ def _placed(leader, alike, prefix, most: int) -> Sharing:
     order = leader * batch + rank
     earlier = opens[None] & (order[None] < (order - rank % most)[:, None])
     tile = jnp.where(shares, jnp.sum(earlier, axis=1, dtype=jnp.int32), tiles)
-    place = lambda x, at: jnp.zeros((tiles, *at[1:]), jnp.int32).at[at[0]].set(x, mode="drop")
+    place = lambda x, slots: (
+        jnp.zeros((tiles, *slots[1:]), jnp.int32).at[slots[0]].set(x, mode="drop")
+    )
     members = jnp.zeros((tiles, most), jnp.int32).at[tile, rank % most].set(index, mode="drop")
     opening = (jnp.where(opens, tile, tiles),)
     return Sharing(
@@ -147,40 +149,40 @@ def divided(spec: DecodeSpec, operands: DecodeOperands, q, first=None) -> Calls:
         q: queries [B, T, N, H], or packed [tokens, N, H].
         first: int32[B], the row of each sequence's only query; None: q is not packed.
     """
-    found = sharing(operands, operands.q.shape[1])
+    groups = sharing(operands, operands.q.shape[1])
     operands = operands._replace(prefix_lengths=None, sinks=None)
-    own = found.members if first is None else first[found.members]
+    rows = groups.members if first is None else first[groups.members]
     return Calls(
         dataclasses.replace(spec, shares_prefix=False),
-        found,
-        _prefix(operands, found, q[own]),
-        -(-len(operands.q) // found.members.shape[1]),
-        operands._replace(kv_starts=found.prefix),
+        groups,
+        _prefix(operands, groups, q[rows]),
+        -(-len(operands.q) // groups.members.shape[1]),
+        operands._replace(kv_starts=groups.prefix),
     )
 
 
-def _prefix(operands: DecodeOperands, found: Sharing, q) -> DecodeOperands:
+def _prefix(operands: DecodeOperands, groups: Sharing, q) -> DecodeOperands:
     """Returns the queries of each tile's sequences, after all keys of the prefix."""
     heads = q.shape[-2:]
     return operands._replace(
         q=q.reshape(len(q), -1, *heads),
         draft_mask=None,  # every draft comes after the prefix
-        kv_lengths=found.lengths,
-        q_offset=found.lengths,
-        page_table=operands.page_table[found.leaders],
+        kv_lengths=groups.lengths,
+        q_offset=groups.lengths,
+        page_table=operands.page_table[groups.leaders],
     )
 
 
-def _of_sequences(out: Outputs, found: Sharing, q_len: int) -> Outputs:
+def _of_sequences(out: Outputs, groups: Sharing, q_len: int) -> Outputs:
     """Returns what each sequence has of the prefix; rows without keys where it shares nothing."""
-    tiles, most = found.members.shape
+    tiles, most = groups.members.shape
     shift = jnp.zeros_like(out.lse_log2) if out.shift is None else out.shift
-    at = jnp.minimum(found.tile, tiles - 1)
-    o = out.o.reshape(tiles, most, q_len, *out.o.shape[2:])[at, found.slot]
-    of_row = lambda x: x.reshape(tiles, -1, most, q_len)[at, :, found.slot]
-    shares = (found.tile < tiles)[:, None, None]
+    tile = jnp.minimum(groups.tile, tiles - 1)
+    o = out.o.reshape(tiles, most, q_len, *out.o.shape[2:])[tile, groups.slot]
+    of_row = lambda x: x.reshape(tiles, -1, most, q_len)[tile, :, groups.slot]
+    shares = (groups.tile < tiles)[:, None, None]
     lse_log2 = jnp.where(shares, of_row(out.lse_log2), softmax.EMPTY_ROW)
-    # An empty tile may have been left as it was.
+    # The output of an empty tile may be uninitialized.
     o = jnp.where(shares[..., None], o, lax.full_like(o, 0))
     return Outputs(o, lse_log2, jnp.where(shares, of_row(shift), 0.0))
 

@@ -110,8 +110,8 @@ def merge(o, lse_log2, shift, sink=None, unit: float = 1.0):
     logits = jnp.where(seen, relative, -jnp.inf)
     most = jnp.max(logits, axis=0)
     weights = jnp.exp2(logits - jnp.where(most == -jnp.inf, 0.0, most)[None])
-    found = finish(most, jnp.sum(weights, axis=0), largest, sink, unit)
-    return jnp.sum(o * weights[..., None], axis=0) * found[0][..., None], *found[1:]
+    finished = finish(most, jnp.sum(weights, axis=0), largest, sink, unit)
+    return jnp.sum(o * weights[..., None], axis=0) * finished[0][..., None], *finished[1:]
 
 
 def natural(lse_log2, shift=None, unit: float = 1.0):

@@ -21,9 +21,9 @@ def tangents(outputs, inputs, message: str):
         message: text of the error.
     """
     is_real = lambda x: jax.typeof(x).dtype != jax.dtypes.float0
-    given = [x for x in jax.tree.leaves(inputs) if is_real(x)]
+    real = [x for x in jax.tree.leaves(inputs) if is_real(x)]
     leaves, tree = jax.tree.flatten(outputs)
-    return jax.tree.unflatten(tree, _missing.bind(*leaves, *given, count=len(leaves), say=message))
+    return jax.tree.unflatten(tree, _missing.bind(*leaves, *real, count=len(leaves), say=message))
 
 
 _missing = Primitive("missing_derivative")
@@ -38,9 +38,9 @@ def _avals(*avals, count: int, say: str):
     return list(avals[:count])
 
 
-def _jvp(primals, given, *, count: int, say: str):
+def _jvp(primals, tangents, *, count: int, say: str):
     out = _missing.bind(*primals, count=count, say=say)
-    real = [x for x in given if type(x) is not ad.Zero]
+    real = [x for x in tangents if type(x) is not ad.Zero]
     return out, _missing.bind(*out, *real, count=count, say=say)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-# By a dtype of 64 bits, that which stands for it.
+# The dtype of 32 bits that stands for each dtype of 64 bits.
 NARROW = {
     np.dtype(wide): np.dtype(narrow)
     for wide, narrow in (("float64", "float32"), ("int64", "int32"), ("uint64", "uint32"))

@@ -47,8 +47,8 @@ def attend(backend: Backend, spec: AttentionSpec, blocks: Any, operands: Operand
     call = Call(backend, spec, blocks)
     operands = sharding.placed(mesh_axes.spread(operands, mesh_axes.varying(operands)))
     if mesh_axes.mesh_of(operands[:3]) is None:
-        found: Any = _attend(call, *apart(operands))
-        return found[:3]
+        outputs: Any = _attend(call, *apart(operands))
+        return outputs[:3]
 
     def of_shard(operands: Operands) -> Outputs:
         o, lse, max_logit, _ = cast(Any, _attend(call, *apart(operands)))
@@ -72,33 +72,36 @@ def _attend(call: Call, moving: Operands, fixed: Operands):
     return call.public(operands, out)
 
 
-def _attend_jvp(call: Call, primals, given):
+def _attend_jvp(call: Call, primals, direction):
     moving, fixed = primals
     is_zero = lambda x: isinstance(x, SymbolicZero)
-    given = jax.tree.map(lambda t: None if is_zero(t) else t, given[0], is_leaf=is_zero)
-    if not jax.tree.leaves(given):
-        found: Any = _attend(call, moving, fixed)
-        return found, jax.tree.map(jnp.zeros_like, found)
-    if call.pushes(joined(moving, fixed), given, primal=True):
-        found, do, dlse = together(call, moving, fixed, given)
+    direction = jax.tree.map(lambda t: None if is_zero(t) else t, direction[0], is_leaf=is_zero)
+    if not jax.tree.leaves(direction):
+        outputs: Any = _attend(call, moving, fixed)
+        return outputs, jax.tree.map(jnp.zeros_like, outputs)
+    if call.pushes(joined(moving, fixed), direction, primal=True):
+        outputs, do, dlse = together(call, moving, fixed, direction)
     else:
-        found, do, dlse = one_by_one(call, moving, fixed, given)
-    # Nothing depends on the other two by its tangent: `Call.smooth` does not read them.
-    return found, (do, dlse, *jax.tree.map(jnp.zeros_like, found[2:]))
+        outputs, do, dlse = one_by_one(call, moving, fixed, direction)
+    # The other two outputs need no tangents: `Call.smooth` does not read them.
+    return outputs, (do, dlse, *jax.tree.map(jnp.zeros_like, outputs[2:]))
 
 
 _attend.defjvp(_attend_jvp, symbolic_zeros=True)
 
 
-def one_by_one(call: Call, moving: Operands, fixed: Operands, given: Operands):
-    """Computes (what `_attend` does, tangents of o and of lse), by two equations."""
-    found: Any = _attend(call, moving, fixed)
-    do, dlse = tangents(call, _saved(moving, fixed, found), given)
-    return found, do, dlse
+def one_by_one(call: Call, moving: Operands, fixed: Operands, direction: Operands):
+    """Computes (outputs of `_attend`, tangents of o and of lse), by two equations.
+
+    `direction` holds the tangents of `moving`, None where they are 0.
+    """
+    outputs: Any = _attend(call, moving, fixed)
+    do, dlse = tangents(call, _saved(moving, fixed, outputs), direction)
+    return outputs, do, dlse
 
 
-def _saved(moving: Operands, fixed: Operands, found) -> Saved:
-    o, _, _, (lse_log2, shift) = found
+def _saved(moving: Operands, fixed: Operands, outputs) -> Saved:
+    o, _, _, (lse_log2, shift) = outputs
     return Saved(moving, fixed, o, lse_log2, shift)
 
 
@@ -107,33 +110,33 @@ def _saved(moving: Operands, fixed: Operands, found) -> Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The static part of a call whose arguments are the leaves of (moving, fixed) and of `given`.
+    """The static part of a call; its arguments are the leaves of (moving, fixed) and `direction`.
 
     Attributes:
         call: what is static of the call.
         operands: structure of (moving, fixed).
-        given: structure of the tangents of `moving`.
+        direction: structure of the tangents of `moving`.
     """
 
     call: Call
     operands: Any
-    given: Any
+    direction: Any
 
     def parts(self, args):
-        """Returns (moving, fixed, given) of a list of arguments: arrays or anything else."""
+        """Returns (moving, fixed, direction) of a list of arguments: arrays or anything else."""
         count = self.operands.num_leaves
-        return *self.operands.unflatten(args[:count]), self.given.unflatten(args[count:])
+        return *self.operands.unflatten(args[:count]), self.direction.unflatten(args[count:])
 
     def __call__(self, *args) -> list[Any]:
         """Computes the leaves of the results of `one_by_one`."""
         return self.call.either(self._kernel, Split(self), *args)
 
     def _kernel(self, *args) -> list[Any]:
-        moving, fixed, given = self.parts(args)
+        moving, fixed, direction = self.parts(args)
         operands = joined(moving, fixed)
-        found = self.call.push(operands, given, None)
-        out = Outputs(found.o, found.lse_log2, found.shift)
-        return jax.tree.leaves((self.call.public(operands, out), found.do, found.dlse))
+        jvp = self.call.push(operands, direction, None)
+        out = Outputs(jvp.o, jvp.lse_log2, jvp.shift)
+        return jax.tree.leaves((self.call.public(operands, out), jvp.do, jvp.dlse))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,20 +146,20 @@ class Split:
     pair: Pair
 
     def __call__(self, *args) -> list[Any]:
-        moving, fixed, given = self.pair.parts(args)
-        return jax.tree.leaves(one_by_one(self.pair.call, moving, fixed, given))
+        moving, fixed, direction = self.pair.parts(args)
+        return jax.tree.leaves(one_by_one(self.pair.call, moving, fixed, direction))
 
 
-def together(call: Call, moving: Operands, fixed: Operands, given: Operands):
+def together(call: Call, moving: Operands, fixed: Operands, direction: Operands):
     """Computes what `one_by_one` does in one kernel."""
-    structure, args = jax.tree.structure, jax.tree.leaves((moving, fixed, given))
-    pair = Pair(call, structure((moving, fixed)), structure(given))
+    structure, args = jax.tree.structure, jax.tree.leaves((moving, fixed, direction))
+    pair = Pair(call, structure((moving, fixed)), structure(direction))
     out = _together.bind(*args, pair=pair, jaxpr=traced(pair)(*args))
-    return _found(out), *out[-2:]
+    return _outputs_of(out), *out[-2:]
 
 
-def _found(leaves):
-    """Returns what `_attend` does from the leaves that a Pair returns; there is no max_logit."""
+def _outputs_of(leaves):
+    """Returns the outputs of `_attend` from the leaves of a Pair's; there is no max_logit."""
     o, lse, lse_log2, *shift = leaves[:-2]
     return o, lse, None, (lse_log2, shift[0] if shift else None)
 
@@ -171,25 +174,25 @@ def _jitted(pair: Pair):
 
 
 def _jvp(args, dots, *, pair: Pair, jaxpr):
-    """Returns the results, and what they move by with the operands and with their tangents."""
+    """Returns the outputs and their tangents, for tangents of the operands and of `direction`."""
     out = _together.bind(*args, pair=pair, jaxpr=jaxpr)
-    call, (moving, fixed, given) = pair.call, pair.parts(args)
-    saved = _saved(moving, fixed, _found(out))
-    moves, _, given_moves = pair.parts([type(t) is not ad.Zero for t in dots])
-    dmoving, _, dgiven = pair.parts([ad.instantiate_zeros(t) for t in dots])
-    first: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
-    second = []
+    call, (moving, fixed, direction) = pair.call, pair.parts(args)
+    saved = _saved(moving, fixed, _outputs_of(out))
+    moves, _, direction_moves = pair.parts([type(t) is not ad.Zero for t in dots])
+    dmoving, _, ddirection = pair.parts([ad.instantiate_zeros(t) for t in dots])
+    out_tangents: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+    second_order = []
     if any(jax.tree.leaves(moves)):
         kept = jax.tree.map(lambda moves, t: t if moves else None, moves, dmoving)
-        first[0], first[1] = tangents(call, saved, kept)
-        function = lambda moving: smooth_tangents(call, fixed, moving, given)
-        second.append(jax.jvp(function, (moving,), (dmoving,))[1])
-    if any(jax.tree.leaves(given_moves)):
-        kept = jax.tree.map(lambda moves, t: t if moves else None, given_moves, dgiven)
-        second.append(tangents(call, saved, kept))
-    if second:
-        first[-2:] = [sum(x[1:], x[0]) for x in zip(*second, strict=True)]
-    return out, first
+        out_tangents[0], out_tangents[1] = tangents(call, saved, kept)
+        function = lambda moving: smooth_tangents(call, fixed, moving, direction)
+        second_order.append(jax.jvp(function, (moving,), (dmoving,))[1])
+    if any(jax.tree.leaves(direction_moves)):
+        kept = jax.tree.map(lambda moves, t: t if moves else None, direction_moves, ddirection)
+        second_order.append(tangents(call, saved, kept))
+    if second_order:
+        out_tangents[-2:] = [sum(x[1:], x[0]) for x in zip(*second_order, strict=True)]
+    return out, out_tangents
 
 
 def _batch(args, axes, *, pair: Pair, jaxpr):
@@ -200,7 +203,7 @@ def _batch(args, axes, *, pair: Pair, jaxpr):
         if size:
             out = unfold(size, _together.bind(*folded, pair=pair, jaxpr=traced(pair)(*folded)))
             return out, [0] * len(out)
-    # Results but for the last two are those of all members alike, if they are of operands alike.
+    # If all members share the operands, they share every output but the last two, the tangents.
     alike = all(axis is None for axis in axes[:count])
     out_axes = (None if alike else 0,) * (len(jaxpr.out_avals) - 2) + (0, 0)
     split = lambda *args: tuple(Split(pair)(*args))
@@ -216,12 +219,12 @@ def _partial_eval(trace, *tracers, pair: Pair, jaxpr):
         params = {"pair": pair, "jaxpr": jaxpr}
         return trace.default_process_primitive(_together, tracers, params)
     moving, fixed = pair.operands.unflatten([t.pval.get_known() for t in tracers[:count]])
-    found: Any = _attend(pair.call, moving, fixed)
-    saved = _saved(moving, fixed, found)
+    outputs: Any = _attend(pair.call, moving, fixed)
+    saved = _saved(moving, fixed, outputs)
     args = [*jax.tree.leaves(saved), *tracers[count:]]
-    params = params_of(Tangents(pair.call, jax.tree.structure(saved), pair.given), args)
+    params = params_of(Tangents(pair.call, jax.tree.structure(saved), pair.direction), args)
     unknown = trace.default_process_primitive(linear_p, args, params)
-    return [*jax.tree.leaves(found), *unknown]
+    return [*jax.tree.leaves(outputs), *unknown]
 
 
 def _partial_eval_jaxpr(saveable, unknown, instantiated, eqn):
@@ -232,12 +235,12 @@ def _partial_eval_jaxpr(saveable, unknown, instantiated, eqn):
         rule = partial_eval.partial_eval_jaxpr_custom_rules[split.primitive]
         split = split.replace(invars=eqn.invars, outvars=eqn.outvars)
         return rule(saveable, unknown, instantiated, split)
-    several = [any(unknown)] * len(eqn.outvars)
+    unknown_out = [any(unknown)] * len(eqn.outvars)
     residuals = [
         x for x, own in zip(eqn.invars, instantiated, strict=True) if isinstance(x, Var) and not own
     ]
     known = None if any(unknown) else eqn
-    return known, eqn, several, [True] * len(several), residuals
+    return known, eqn, unknown_out, [True] * len(unknown_out), residuals
 
 
 def _avals(*avals, pair: Pair, jaxpr):

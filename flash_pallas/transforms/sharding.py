@@ -38,11 +38,11 @@ def per_shard(call, enabled: bool):
     """
 
     def run(*args):
-        here = jax.sharding.get_abstract_mesh()
+        mesh = jax.sharding.get_abstract_mesh()
         # Inside a shard_map, and where all axes are Explicit, the partitioner cuts nothing.
-        decided = here.manual_axes or (here.axis_names and not here.auto_axes)
-        whole = not enabled or jax.device_count() == 1 or decided
-        return call(*args) if whole else _partitioned(call, args)
+        decided = mesh.manual_axes or (mesh.axis_names and not mesh.auto_axes)
+        runs_whole = not enabled or jax.device_count() == 1 or decided
+        return call(*args) if runs_whole else _partitioned(call, args)
 
     return run
 
@@ -51,11 +51,11 @@ def _partitioned(call, args):
     results = []
 
     def noted(*args):
-        found = call(*args)
-        results.append(jax.tree.map(jax.typeof, found))
-        return found
+        record = call(*args)
+        results.append(jax.tree.map(jax.typeof, record))
+        return record
 
-    # jit keeps constants to itself, such as the table of tiles: there must be none outside.
+    # jit takes in constants, such as the table of tiles: custom_partitioning allows none.
     cut, shapes = custom_partitioning(jax.jit(noted)), jax.tree.map(jax.typeof, args)
     cut.def_partition(
         partial(_partition, call),
@@ -138,8 +138,8 @@ class OnShards:
 
     def _with_another_level(self, size, is_batched, *args):
         deeper = dataclasses.replace(self, levels=(*self.levels, tuple(is_batched)))
-        found = deeper(*args)
-        return found, jax.tree.map(lambda _: True, found)
+        record = deeper(*args)
+        return record, jax.tree.map(lambda _: True, record)
 
     def _run(self, *args):
         mesh: Any = mesh_axes.mesh_of(args)
@@ -169,16 +169,18 @@ class OnShards:
     def _names_of_levels(self, args) -> list[tuple[str, ...]]:
         """Returns the mesh axes that shard each level of vmap."""
         flags = list(zip(*map(jax.tree.leaves, self.levels), strict=True))
-        found: list[tuple[str, ...]] = []
+        names_of_levels: list[tuple[str, ...]] = []
         for level in range(len(self.levels)):
             cuts = [
                 mesh_axes.names_of(x)[sum(own[level + 1 :])]
                 for x, own in zip(jax.tree.leaves(args), flags, strict=True)
                 if own[level]
             ]
-            taken = {name for names in found for name in names}
-            found.append(next((names for names in cuts if names and taken.isdisjoint(names)), ()))
-        return found
+            taken = {name for names in names_of_levels for name in names}
+            names_of_levels.append(
+                next((names for names in cuts if names and taken.isdisjoint(names)), ())
+            )
+        return names_of_levels
 
     def _shards(self, operands, members, sizes, levels) -> Shards:
         taken = {name for names in levels for name in names}
@@ -240,12 +242,12 @@ def _rule(args, results) -> str:
     numbers = itertools.count()
 
     def factors(places, shape):
-        named = {"b": "b", "n": "n"}
+        labels = {"b": "b", "n": "n"}
         if len(shape) == 4:
-            named["k"] = "n" if shape[2] == heads else "m"
-            named |= {"B": "b"} if shape[0] == batch else {}
-            named |= {"N": "n"} if shape[1] == heads else {}
-        return " ".join(named.get(place) or f"x{next(numbers)}" for place in places)
+            labels["k"] = "n" if shape[2] == heads else "m"
+            labels |= {"B": "b"} if shape[0] == batch else {}
+            labels |= {"N": "n"} if shape[1] == heads else {}
+        return " ".join(labels.get(place) or f"x{next(numbers)}" for place in places)
 
     def text(record):
         leaves = [
@@ -260,21 +262,22 @@ def _partition(call, mesh, args, results):
     """Answers the partitioner: (mesh, a shard's function, shardings of results and of args)."""
     cuts = [_cuts(x.sharding, mesh, len(x.shape)) for x in _qkv(args[0])]
     shards = Shards.of(args[0], cuts, dict(mesh.shape))
-    named = lambda record: jax.tree.map(partial(NamedSharding, mesh), shards.specs(record))
-    return mesh, partial(shards.run, call), named(results), tuple(map(named, args))
+    shardings = lambda record: jax.tree.map(partial(NamedSharding, mesh), shards.specs(record))
+    return mesh, partial(shards.run, call), shardings(results), tuple(map(shardings, args))
 
 
 def _cuts(sharding, mesh, rank: int) -> list[tuple[str, ...]]:
     """Returns, for each axis of an array, the mesh axes that shard only it, major first."""
     devices = mesh.devices
-    # The partitioner may cut what does not divide. Into how many parts, any multiple of them says.
+    # The partitioner may shard an axis that its parts do not divide, so the slices are those of
+    # axes with as many entries as there are devices.
     slices = sharding.devices_indices_map((devices.size,) * rank)
-    found: list[list] = [[] for _ in range(rank)]
+    cuts: list[list] = [[] for _ in range(rank)]
     for number, name in enumerate(mesh.axis_names):
         line = devices[tuple(slice(None) if i == number else 0 for i in range(devices.ndim))]
         starts = np.array([[s.start or 0 for s in slices[device]] for device in line])
         steps = np.diff(starts, axis=0)
         moving = np.flatnonzero(steps.any(axis=0))
         if len(moving) == 1 and (steps == steps[0]).all():
-            found[moving[0]].append((-steps[0, moving[0]], name))
-    return [tuple(name for _, name in sorted(names)) for names in found]
+            cuts[moving[0]].append((-steps[0, moving[0]], name))
+    return [tuple(name for _, name in sorted(names)) for names in cuts]

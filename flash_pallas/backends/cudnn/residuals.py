@@ -72,7 +72,7 @@ def _places(o, leaves) -> tuple[int, int]:
     """
     rows = (o.shape[0], o.shape[2], o.shape[1])
     is_lse = lambda x: x.dtype == jnp.float32 and x.shape == rows
-    found = [[i for i, x in enumerate(leaves) if test(x)] for test in (lambda x: x is o, is_lse)]
-    if [len(places) for places in found] != [1, 1]:
+    matches = [[i for i, x in enumerate(leaves) if test(x)] for test in (lambda x: x is o, is_lse)]
+    if [len(places) for places in matches] != [1, 1]:
         raise LookupError("the backward of jax.nn.dot_product_attention keeps other arrays")
-    return found[0][0], found[1][0]
+    return matches[0][0], matches[1][0]

@@ -229,8 +229,12 @@ def dq_layout(problem: Problem, tile: TileSizes, interpret: bool = False) -> DqS
 def tangent_layout(problem: Problem, tile: TileSizes) -> TangentSmem:
     """Returns the shared memory to allocate for a CTA of the tangent kernel."""
     width, v_width = widths(problem)
-    of = lambda rows, columns: buffer((rows, columns), problem.dtype)
-    q, k, v = of(tile.rows, max(width, v_width)), of(tile.columns, width), of(tile.columns, v_width)
+    tile_buffer = lambda rows, columns: buffer((rows, columns), problem.dtype)
+    q, k, v = (
+        tile_buffer(tile.rows, max(width, v_width)),
+        tile_buffer(tile.columns, width),
+        tile_buffer(tile.columns, v_width),
+    )
     return TangentSmem(q, q, k, k, v, v)
 
 
@@ -264,15 +268,15 @@ def score_lines(problem: Problem, tile: ScoreLines) -> LinesSmem:
 def score_tiles(problem: Problem, tile: ScoreTiles, interpret: bool = False) -> TilesSmem:
     """Returns the shared memory to allocate for a CTA of dbias.TileSums."""
     width, v_width = widths(problem)
-    of = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
+    tile_buffer = lambda rows, columns: buffer((tile.slots, rows, columns), problem.dtype)
     meets = interpret and tile.warpgroups > 1
     if tile.turns:
         width = max(width, v_width)
     return TilesSmem(
-        q=of(tile.rows, width),
-        k=of(tile.columns, width),
-        do=None if tile.turns else of(tile.rows, v_width),
-        v=None if tile.turns else of(tile.columns, v_width),
+        q=tile_buffer(tile.rows, width),
+        k=tile_buffer(tile.columns, width),
+        do=None if tile.turns else tile_buffer(tile.rows, v_width),
+        v=None if tile.turns else tile_buffer(tile.columns, v_width),
         barrier=plgpu.Barrier(num_arrivals=tile.warpgroups) if meets else None,
     )
 
@@ -362,16 +366,16 @@ def choose_fused(
     limit = fused_width(problem)
     if limit > WIDEST_ALONE:
         return None
-    heads, full = _heads_at_once(problem), problem.spec.mask.is_trivial
+    heads, unmasked = _heads_at_once(problem), problem.spec.mask.is_trivial
     count = modifiers(problem)
-    plain = full and problem.kv_len % 128 == 0 and not pairs and not problem.is_listed
+    plain = unmasked and problem.kv_len % 128 == 0 and not pairs and not problem.is_listed
     table = _MODIFIED if count else _PLAIN_FUSED if plain else _SHAPES
     table = table if count < MANY_MODIFIERS else _SMALLER
     shapes = _for_width(table, limit)
     for rows, columns, slots in shapes:
         # Masked tiles of a list have a loop of their own: a mask_mod costs more than a loop.
         mask_all = not problem.is_listed
-        tile = FusedSizes(rows, columns, slots, vector, heads, mask_all, stagger=full)
+        tile = FusedSizes(rows, columns, slots, vector, heads, mask_all, stagger=unmasked)
         if fused_bytes(tile, problem) <= shared:
             return tile
     return None
@@ -383,9 +387,9 @@ def modifiers(problem: Problem) -> int:
 
 
 def _heads_at_once(problem: Problem) -> int:
-    each = 8 * problem.q_len * problem.head_dim * problem.group
+    pair_bytes = 8 * problem.q_len * problem.head_dim * problem.group
     pairs = problem.kv_heads * problem.batch
-    sections = -(-pairs // max(1, AT_ONCE_BYTES // each))
+    sections = -(-pairs // max(1, AT_ONCE_BYTES // pair_bytes))
     return -(-pairs // sections)
 
 
@@ -531,15 +535,15 @@ def choose_scores(problem: Problem, shared: int) -> dict[str, ScoreTiles | Score
         problem: what is computed.
         shared: bytes of shared memory that a CTA may ask for.
     """
-    found: dict[str, ScoreTiles | ScoreLines] = {}
+    chosen: dict[str, ScoreTiles | ScoreLines] = {}
     tiled = auxiliary_arrays.kind(problem.bias_shape, q_axis=0) == "tile"
     if tiled:
-        found["score_tiles"] = choose_tile(problem, shared)
+        chosen["score_tiles"] = choose_tile(problem, shared)
     if problem.features & {"alibi_slopes", "score_params"} or (
         problem.bias_shape is not None and not tiled
     ):
-        found["score_lines"] = choose_lines(problem, shared)
-    return found
+        chosen["score_lines"] = choose_lines(problem, shared)
+    return chosen
 
 
 def choose_tile(problem: Problem, shared: int) -> ScoreTiles:
@@ -945,8 +949,8 @@ def unsupported(problem: DecodeProblem, shared: int) -> str | None:
     for name, width, most in zip(("q and k", "v"), head_dims, WIDEST_DECODED, strict=True):
         if width > most:
             return f"decodes head dims of {name} up to {most}, not {width}"
-        if whole := -width % (HEAD_DIM_MULTIPLE if width <= WIDEST else WIDEST_MULTIPLE):
-            return f"would have to copy a cache with head dim {width}: pad it to {width + whole}"
+        if rest := -width % (HEAD_DIM_MULTIPLE if width <= WIDEST else WIDEST_MULTIPLE):
+            return f"would have to copy a cache with head dim {width}: pad it to {width + rest}"
     least = decode_bytes(problem, FEWEST_COLUMNS)
     if least > shared - RESERVED:
         return (
@@ -1005,8 +1009,8 @@ def _columns(problem: DecodeProblem, shared: int) -> int:
         return LEAST_COLUMNS if fits else FEWEST_COLUMNS
     most = decode_bytes(problem, MOST_DECODE_COLUMNS)
     # An SM has what one block may have and what is kept for it.
-    both = CTAS_PER_SM * (most + RESERVED) <= shared + RESERVED
-    return MOST_DECODE_COLUMNS if both and max(width, v_width) <= WIDE else LEAST_COLUMNS
+    two_fit = CTAS_PER_SM * (most + RESERVED) <= shared + RESERVED
+    return MOST_DECODE_COLUMNS if two_fit and max(width, v_width) <= WIDE else LEAST_COLUMNS
 
 
 def _splits(problem: DecodeProblem, ctas: int) -> int:
@@ -1017,6 +1021,6 @@ def _splits(problem: DecodeProblem, ctas: int) -> int:
     visible = problem.kv_len
     if problem.spec.window_left is not None:
         visible = min(visible, problem.spec.window_left + problem.q_len)
-    each = problem.batch * problem.kv_heads * row_tiles(problem) * value_parts(problem)
-    wanted = -(-ctas // each)
+    split_ctas = problem.batch * problem.kv_heads * row_tiles(problem) * value_parts(problem)
+    wanted = -(-ctas // split_ctas)
     return max(1, min(wanted, visible // MIN_KEYS, MAX_SPLITS))

@@ -32,8 +32,8 @@ def attention(spec: AttentionSpec, blocks: XlaBlocks, operands: Operands) -> Out
         operands: the arrays of the call.
     """
     seen = _without_padding(padding.cleared(operands))
-    found = padding.discarded(operands, list_rows.forward(partial(_attention, spec, blocks), seen))
-    return mesh_axes.spread(found, mesh_axes.varying(operands))
+    out = padding.discarded(operands, list_rows.forward(partial(_attention, spec, blocks), seen))
+    return mesh_axes.spread(out, mesh_axes.varying(operands))
 
 
 def _without_padding(operands: Operands) -> Operands:
@@ -72,7 +72,7 @@ def _query_block(tiles: Tiles, steps: Steps, k, v, query):
 
     start = online.no_keys(grid, q, v.shape[-1])[::2]
 
-    # Around the branch: what it kept for the backward would be all of K and V in every step.
+    # The checkpoint encloses the branch, whose residuals would be all of K and V in every step.
     @partial(jax.checkpoint, prevent_cse=False)
     def part(n):
         number = kv_range[0] + n

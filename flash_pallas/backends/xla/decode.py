@@ -99,7 +99,7 @@ class Drafts(NamedTuple):
 def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) -> Outputs:
     """Computes attention to a cache; see `Decode.run` of backends/base.py."""
     dtype, quantised = operands.q.dtype, operands.k.dtype != operands.q.dtype
-    if quantised and dtype != jnp.float64:  # Keys and values become numbers of q's dtype.
+    if quantised and dtype != jnp.float64:  # keys and values are dequantized to q's dtype
         operands = operands._replace(q=operands.q.astype(jnp.float32))
     problem = decode.describe(operands, spec)
     if problem.of_heads:
@@ -176,16 +176,16 @@ def _as_attention(problem: DecodeProblem) -> Problem:
     return Problem(*sizes, dtype=p.dtype, spec=spec, features=slopes)
 
 
-def _split(found, num_blocks: int, blocks: XlaDecodeBlocks):
-    """Returns int32[num_splits, 2]: the block range `found`, cut at the ends of equal splits."""
+def _split(block_range, num_blocks: int, blocks: XlaDecodeBlocks):
+    """Returns int32[num_splits, 2]: a block range, cut at the ends of equal splits."""
     size = -(-num_blocks // blocks.num_splits)
     start = jnp.arange(blocks.num_splits, dtype=jnp.int32) * size
     ends = jnp.stack([start, start + size], axis=-1)
-    return jnp.clip(ends, found[0], found[1])
+    return jnp.clip(ends, block_range[0], block_range[1])
 
 
 def _range(
-    inputs: tuple[Tiles, Drafts | None], operands: DecodeOperands, v_first: int, q, blocks_of_keys
+    inputs: tuple[Tiles, Drafts | None], operands: DecodeOperands, v_first: int, q, block_range
 ):
     """Computes (o, lse_log2, shift) of q [B, K, G, T, H] over one range, without sinks."""
     tiles, tree = inputs
@@ -203,7 +203,7 @@ def _range(
         else:
             v = gathered(operands.v)
         k, v = scaled(k[..., :head_dim], operands.k_scale), scaled(v, v_scale)
-        # A weight of 0 times a NaN is a NaN; in k one stays in scores that are hidden.
+        # A weight of 0 times a NaN in V is a NaN. A NaN in K only reaches scores that are hidden.
         valid = place[None] < operands.kv_lengths[:, None]
         if operands.kv_starts is not None:
             valid &= place[None] >= operands.kv_starts[:, None]
@@ -212,16 +212,16 @@ def _range(
         return online.fold(tiles, (0, q), (kv_block, k, v), seen, shown)
 
     start = online.no_keys(grid, q, v_head_dim)
-    rows = lax.fori_loop(blocks_of_keys[0], blocks_of_keys[1], step, start)
-    inverse, *found = online.finished(grid, rows)
-    return rows.acc * inverse[..., None], *found
+    rows = lax.fori_loop(block_range[0], block_range[1], step, start)
+    inverse, *lse_and_shift = online.finished(grid, rows)
+    return rows.acc * inverse[..., None], *lse_and_shift
 
 
-def _scaled(found, scale, operands: DecodeOperands, place, heads: int):
+def _scaled(kv, scale, operands: DecodeOperands, place, heads: int):
     """Dequantizes keys or values of the cache to q's dtype, [B, K, block_kv, H]."""
-    found = found.astype(operands.q.dtype)
+    kv = kv.astype(operands.q.dtype)
     if scale is None:
-        return found
+        return kv
     if heads < operands.k.shape[2]:
         pages = _pages(operands.page_table, operands.k.shape[1], place)
         rows = pages if len(scale) > 1 else jnp.zeros_like(pages)
@@ -233,7 +233,7 @@ def _scaled(found, scale, operands: DecodeOperands, place, heads: int):
         page_size = operands.k.shape[1]
         scale = jnp.take(scale, _pages(operands.page_table, page_size, place), axis=0, mode="clip")
         scale = jnp.repeat(scale, page_size, axis=1).transpose(0, 2, 1)[..., None]
-    return found * scale.astype(found.dtype)
+    return kv * scale.astype(kv.dtype)
 
 
 def _gather(cache, page_table, place, heads: int):
@@ -242,18 +242,18 @@ def _gather(cache, page_table, place, heads: int):
     `heads` is the number of KV heads of a sequence: 1 for those of `_by_heads`.
     """
     if page_table is None:
-        found = jnp.take(cache, place, axis=1, mode="clip")
+        gathered = jnp.take(cache, place, axis=1, mode="clip")
     else:
         page_size = cache.shape[1]
         pages = _pages(page_table, page_size, place)
         if heads == 1 < cache.shape[2]:
             own = _own_head(pages, cache)[:, None, None]
             rows = jnp.arange(page_size, dtype=jnp.int32)[None, None]
-            found = cache.at[pages[:, :, None], rows, own].get(mode="clip")
-            return found.reshape(len(pages), 1, len(place), -1)
-        found = jnp.take(cache, pages, axis=0, mode="clip")
-        found = found.reshape(len(pages), len(place), *cache.shape[2:])
-    return found.transpose(0, 2, 1, 3)
+            gathered = cache.at[pages[:, :, None], rows, own].get(mode="clip")
+            return gathered.reshape(len(pages), 1, len(place), -1)
+        gathered = jnp.take(cache, pages, axis=0, mode="clip")
+        gathered = gathered.reshape(len(pages), len(place), *cache.shape[2:])
+    return gathered.transpose(0, 2, 1, 3)
 
 
 def _own_head(pages, cache):

@@ -155,9 +155,9 @@ def _listed(lists: BlockLists) -> Steps:
     return Steps(lists.bounds[0, 0][:, ::2], lists.index[0, 0])
 
 
-def _union(found):
+def _union(ranges):
     """Reduces [B, blocks, 2] to [blocks, 2]: from the first start to the last stop of any entry."""
-    start, stop = found[..., 0], found[..., 1]
+    start, stop = ranges[..., 0], ranges[..., 1]
     last = jnp.max(stop, axis=0)
     first = jnp.min(jnp.where(start < stop, start, last[None]), axis=0)
     return jnp.stack([first, last], axis=-1)

@@ -23,7 +23,7 @@ def forward(call: Callable[[Operands], Outputs], operands: Operands) -> Outputs:
     rows = ListRows.of(operands)
     if rows.count == 1:
         return call(operands)
-    return rows.each(lambda row: call(rows.taken(operands, row)), _whole_outputs)
+    return rows.sum_over_rows(lambda row: call(rows.taken(operands, row)), _whole_outputs)
 
 
 def backward(
@@ -33,14 +33,14 @@ def backward(
     rows = ListRows.of(operands)
     if rows.count == 1:
         return call(operands, cotangents)
-    one = lambda row: call(rows.taken(operands, row), rows.taken(cotangents, row))
-    return rows.each(one, _whole_grads)
+    of_row = lambda row: call(rows.taken(operands, row), rows.taken(cotangents, row))
+    return rows.sum_over_rows(of_row, _whole_grads)
 
 
 def _whole_outputs(name: str, operands: Operands, part) -> tuple[int, ...]:
     """Returns the shape of a result, given that of one row's."""
     sizes = {"b": operands.q.shape[0], "n": operands.q.shape[2]}
-    return tuple(sizes.get(c, n) for c, n in zip(PLACES[name], part.shape, strict=True))
+    return tuple(sizes.get(letter, n) for letter, n in zip(PLACES[name], part.shape, strict=True))
 
 
 def _whole_grads(name: str, operands: Operands, part) -> tuple[int, ...]:
@@ -80,25 +80,25 @@ class ListRows:
         """Number of lists."""
         return self.entries * self.heads
 
-    def each(self, call: Callable[[Any], Any], whole: Callable) -> Any:
+    def sum_over_rows(self, call: Callable[[Any], Any], whole_shape: Callable) -> Any:
         """Computes call(row) for every row and adds up the parts in whole arrays.
 
         Args:
             call: returns a record of one row's arrays.
-            whole: (name, operands, one row's array) -> shape of the whole one.
+            whole_shape: (name, operands, one row's array) -> shape of the whole one.
         """
         parts = jax.eval_shape(call, jnp.int32(0))
 
         def zeros(name: str, part):
-            found = jnp.zeros(whole(name, self.operands, part), part.dtype)
-            return mesh_axes.spread(found, mesh_axes.varying(self.operands))
+            total = jnp.zeros(whole_shape(name, self.operands, part), part.dtype)
+            return mesh_axes.spread(total, mesh_axes.varying(self.operands))
 
         def step(row, total):
             row = jnp.asarray(row, jnp.int32)  # with jax_enable_x64 it counts in int64
             added = lambda name, total, part: self.added(name, total, part, row)
             return _by_name(added, total, call(row))
 
-        # Between numbers: a loop between arrays has no derivative in reverse mode.
+        # The bounds are Python ints: a loop with traced bounds has no derivative in reverse mode.
         return lax.fori_loop(0, self.count, step, _by_name(zeros, parts))
 
     def taken(self, record, row):
@@ -138,7 +138,7 @@ class ListRows:
 def _by_name(function: Callable, *records) -> Any:
     """Returns the first record with function(name, *arrays) in the place of each array."""
     first = records[0]
-    one = lambda name: jax.tree.map(
+    field = lambda name: jax.tree.map(
         lambda *x: function(name, *x), *(getattr(record, name) for record in records)
     )
-    return first._replace(**{name: one(name) for name in first._fields})
+    return first._replace(**{name: field(name) for name in first._fields})

@@ -45,7 +45,7 @@ def fold(tiles: Tiles, queries, keys, seen: Rows, shown=None) -> Rows:
     x = x if shown is None else jnp.where(shown[:, None, None], x, -jnp.inf)
     m, log2_scale = jnp.maximum(seen.m, x.max(-1)), tiles.grid.problem.unit * LOG2E
     shift = finite(m)
-    # Scaled after the difference, which is exact where it matters: of logits of any size.
+    # Scaled after the subtraction, which is exact where it matters, for logits of any size.
     p = jnp.exp2((x - shift[..., None]) * log2_scale)
     alpha = jnp.exp2((seen.m - shift) * log2_scale)
     l = seen.l * alpha + p.sum(-1)

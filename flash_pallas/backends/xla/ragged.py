@@ -23,7 +23,7 @@ from .decode import XlaDecodeBlocks
 
 # Queries of a tile. Chunks of 1,500 and 540 queries, with 4,096 and 64 keys, and six steps, N=8,
 # K=2, H=64, float32, pages of 64, on two cores of a CPU: 468, 411, 237 and 230 ms with 32, 64, 128
-# and 256. More compute rows that a short chunk does not have.
+# and 256. Larger tiles compute rows that a short chunk does not have.
 BLOCK_Q = 128
 
 
@@ -81,9 +81,9 @@ def chunks(blocks: XlaChunkBlocks, problem: RaggedProblem, operands: RaggedOpera
     o = jnp.zeros((problem.tokens + size, steps.q_heads, steps.v_head_dim), steps.dtype)
     start = mesh_axes.spread((o, scalars, jnp.zeros_like(scalars)), mesh_axes.varying(operands))
 
-    def one(number, found):
+    def one(number, all_rows):
         tile = _tile(operands, rows, stops, number, size)
-        return _written(found, tile, _attend(problem, blocks, operands, tile))
+        return _written(all_rows, tile, _attend(problem, blocks, operands, tile))
 
     o, *scalars = lax.fori_loop(0, stops[-1], one, start)
     return Outputs(o[: problem.tokens], *(x[:, : problem.tokens] for x in scalars))
@@ -98,27 +98,30 @@ def _tile(operands: RaggedOperands, rows: Rows, stops, number, size: int) -> _Ti
     return _Tile(seq, rows.first[seq] + passed, rows.count[seq] - passed, position)
 
 
-def _attend(problem: RaggedProblem, blocks: XlaChunkBlocks, operands, tile: _Tile) -> Outputs:
+def _attend(
+    problem: RaggedProblem, blocks: XlaChunkBlocks, operands: RaggedOperands, tile: _Tile
+) -> Outputs:
     """Computes a tile of queries as a decode call of one sequence with so many of them."""
     own = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, tile.seq, 1)
     q = lax.dynamic_slice_in_dim(operands.q, tile.first, blocks.block_q)
     # No row looks at another's query, but those of other sequences, or of padding, may be NaN.
-    there = jnp.arange(blocks.block_q, dtype=jnp.int32) < tile.count
-    given = ragged.decode_operands(operands, jnp.where(there[:, None, None], q, 0)[None])
+    exists = jnp.arange(blocks.block_q, dtype=jnp.int32) < tile.count
+    decode_operands = ragged.decode_operands(operands, jnp.where(exists[:, None, None], q, 0)[None])
     per_sequence = ("kv_lengths", "page_table", "sinks", "alibi_slopes", "kv_starts", "window_left")
-    given = given._replace(
-        **{name: own(getattr(given, name)) for name in per_sequence}, q_offset=tile.position[None]
+    decode_operands = decode_operands._replace(
+        **{name: own(getattr(decode_operands, name)) for name in per_sequence},
+        q_offset=tile.position[None],
     )
-    return decode.attend(problem.steps.spec, XlaDecodeBlocks(blocks.block_kv, 1), given)
+    return decode.attend(problem.steps.spec, XlaDecodeBlocks(blocks.block_kv, 1), decode_operands)
 
 
-def _written(found, tile: _Tile, out: Outputs):
-    """Returns `found`, (o, lse_log2, shift) of all rows, with those of a tile.
+def _written(all_rows, tile: _Tile, out: Outputs):
+    """Returns `all_rows`, (o, lse_log2, shift), with those of a tile written into them.
 
-    Its rows that are not there are those of the next tile, which is yet to come, or of no chunk.
+    Rows past the tile's queries belong to the next tile, which is written later, or to no chunk.
     """
     put = lambda whole, x, axis: lax.dynamic_update_slice_in_dim(
         whole, x[0].astype(whole.dtype), tile.first, axis
     )
-    o, lse_log2, shift = found
+    o, lse_log2, shift = all_rows
     return put(o, out.o, 0), put(lse_log2, out.lse_log2, 1), put(shift, out.shift, 1)

@@ -95,8 +95,8 @@ class Tiles:
 
         def one(qk, place, inputs):
             tile, inputs = self._tile(place, inputs)
-            z, keep = self._scored(tile, qk, place, inputs)
-            x = z.x if keep is None else jnp.where(keep, z.x, -jnp.inf)
+            tile_logits, keep = self._scored(tile, qk, place, inputs)
+            x = tile_logits.x if keep is None else jnp.where(keep, tile_logits.x, -jnp.inf)
             return x, scores.kept(self.spec, tile, inputs) if self.spec.dropout_rate else None
 
         return self._grouped(self._over_heads(one, qk, q_block, kv_block))
@@ -113,21 +113,23 @@ class Tiles:
             kv_block: index of its KV block.
         """
 
-        def one(given, place, inputs):
-            qk, dp, lse_log2, shift, delta = given
+        def one(arrays, place, inputs):
+            qk, dp, lse_log2, shift, delta = arrays
             tile, inputs = self._tile(place, inputs)
-            z, keep = self._scored(tile, qk, place, inputs)
+            tile_logits, keep = self._scored(tile, qk, place, inputs)
             keep = self._with_rows(tile, keep, lse_log2)
-            p = jnp.exp2((z.x - tile.per_q(shift)) * z.log2_scale - tile.per_q(lse_log2))
+            p = jnp.exp2(
+                (tile_logits.x - tile.per_q(shift)) * tile_logits.log2_scale - tile.per_q(lse_log2)
+            )
             p = p if keep is None else jnp.where(keep, p, 0.0)
             used = p
             if self.spec.dropout_rate:
                 gain = dropout.gain(self.spec.dropout_rate)
                 kept = scores.kept(self.spec, tile, inputs)
                 used, dp = (jnp.where(kept, x * gain, 0.0) for x in (p, dp))
-            dz, dparams = z.pull(p * (dp - tile.per_q(delta)))
+            dz, dparams = tile_logits.pull(p * (dp - tile.per_q(delta)))
             if keep is not None and self.spec.score_modifiers:
-                # What is hidden may be anything, and so may the derivatives there.
+                # Hidden scores may be anything, and so may their derivatives.
                 dz, dparams = jax.tree.map(lambda d: jnp.where(keep, d, 0.0), (dz, dparams))
             return used, dz, self._extras(tile, inputs, dz, dparams)
 
@@ -174,7 +176,7 @@ class Tiles:
         limits = tile.limits(self.spec.mask, place.kv_len)
         keep = scores.visible(self.spec, tile, inputs)
         if inputs.bias is not None and self.spec.score_modifiers:
-            # Of a bias of -inf derivatives may be NaN there.
+            # Where the bias is -inf, derivatives may be NaN.
             finite = inputs.bias != -jnp.inf
             keep = finite if keep is None else keep & finite
         if not limits.is_trivial:
@@ -215,24 +217,24 @@ class Tiles:
         mask = None if inputs.mask is None else spread(inputs.mask)
         return tile, inputs._replace(bias=bias, mask=mask)
 
-    def _over_heads(self, function, given, q_block, kv_block):
-        """Maps `function` of one head's tile over every [B, N]; `given` is [B, K, G, ...]."""
+    def _over_heads(self, function, arrays, q_block, kv_block):
+        """Maps `function` of one head's tile over every [B, N]; `arrays` are [B, K, G, ...]."""
         sizes = (self.grid.problem.batch, self.grid.problem.q_heads)
-        given = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[3:]), given)
+        arrays = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[3:]), arrays)
         place, inputs = self._place(q_block, kv_block), self._inputs(q_block, kv_block)
-        leaves, tree = jax.tree.flatten((given, place, inputs))
+        leaves, tree = jax.tree.flatten((arrays, place, inputs))
         mapped = [[n == size for n, size in zip(x.shape, sizes, strict=False)] for x in leaves]
         call = lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
         for i in (1, 0):
             call = jax.vmap(call, in_axes=tuple(0 if m[i] else None for m in mapped))
-        # An axis that all share is left out, so that what depends on positions alone stays small.
+        # An axis that is not mapped is squeezed: arrays that depend on positions alone stay small.
         shared = [tuple(i for i in (0, 1) if not m[i]) for m in mapped]
         return call(*(lax.squeeze(x, axes) for x, axes in zip(leaves, shared, strict=True)))
 
-    def _grouped(self, found):
+    def _grouped(self, tiles):
         """Reshapes tiles [B, N, ...] to [B, K, G, ...]."""
         heads = (self.grid.problem.kv_heads, self.grid.problem.group)
-        return jax.tree.map(lambda x: x.reshape(x.shape[0], *heads, *x.shape[2:]), found)
+        return jax.tree.map(lambda x: x.reshape(x.shape[0], *heads, *x.shape[2:]), tiles)
 
     def _place(self, q_block, kv_block) -> _Place:
         """Returns the positions of a tile, with leading axes [B or 1, 1]."""

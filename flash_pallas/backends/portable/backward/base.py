@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ....core import block_lists, bounds
+from ....core.block_lists import BlockLists
 from ....core.integers import round_up
 from ....core.mask import Limits
 from ....core.padding import pad_axis
@@ -45,7 +46,8 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide what a block reads
-    lists: Any = None  # BlockLists.in_one of own blocks, in place of `bounds`; if is_listed
+    # BlockLists.in_one of own blocks, in place of `bounds`; if is_listed
+    lists: BlockLists | None = None
     states: Any = None  # dbias.kernel.States, where every tile is gone through; likewise
     aux: AuxiliaryGmem = AuxiliaryGmem()
     shift: Any = None  # f32[B, N, R], of the log-sum-exp; None where it is 0
@@ -88,21 +90,20 @@ class BackwardArrays(NamedTuple):
             tile: tile sizes.
             group: number of query heads that a CTA which owns keys goes through.
         """
-        found, problem = self.with_aux(inputs, operands), inputs.problem
+        arrays, problem = self.with_aux(inputs, operands), inputs.problem
         if problem.is_listed:
-            given = problem, operands
             if inputs.q_axis:
-                lists = block_lists.of_keys(*given, (tile.columns, tile.rows), group)
+                lists = block_lists.of_keys(problem, operands, (tile.columns, tile.rows), group)
             else:
-                lists = block_lists.of_queries(*given, (tile.rows, tile.columns))
-            return found._replace(lists=lists.in_one)
+                lists = block_lists.of_queries(problem, operands, (tile.rows, tile.columns))
+            return arrays._replace(lists=lists.in_one)
         if not problem.is_dynamic:
-            return found
+            return arrays
         if inputs.q_axis:
-            return found._replace(
+            return arrays._replace(
                 bounds=bounds.q_bounds(problem, operands, tile.columns, tile.rows)
             )
-        return found._replace(bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns))
+        return arrays._replace(bounds=bounds.kv_bounds(problem, operands, tile.rows, tile.columns))
 
     def stacked(self) -> BackwardArrays:
         """Returns the arrays with LSE and delta stacked in `rows`; each warpgroup copies one."""
@@ -172,25 +173,27 @@ class KvStationary(Kernel):
         """Masks all tiles, in one loop, if any tile may be masked."""
         return False
 
-    def place(self, gmem: BackwardArrays, smem, copies: Copies, at) -> KvStationaryCta:
+    def place(self, gmem: BackwardArrays, smem, copies: Copies, coordinates) -> KvStationaryCta:
         """Returns where this CTA is, and the steps of its loop over Q tiles.
 
         Args:
             gmem: arrays in device memory.
             smem: buffers in shared memory.
             copies: copies of tiles by the warpgroups of the CTA.
-            at: (batch entry, KV head, KV block).
+            coordinates: (batch entry, KV head, KV block).
         """
-        batch, kv_head, block = at
-        return KvStationaryCta(gmem, smem, copies, batch, kv_head, block, self.steps(gmem, at))
+        batch, kv_head, block = coordinates
+        return KvStationaryCta(
+            gmem, smem, copies, batch, kv_head, block, self.steps(gmem, coordinates)
+        )
 
-    def steps(self, gmem: BackwardArrays, at) -> Steps:
-        """Returns the steps of the CTA at (batch entry, KV head, KV block)."""
-        batch, _, block = at
+    def steps(self, gmem: BackwardArrays, coordinates) -> Steps:
+        """Returns the steps of the CTA with these (batch entry, KV head, KV block)."""
+        batch, _, block = coordinates
         if gmem.lists is not None:
             per_head = pl.cdiv(self.problem.q_len, self.tile.columns)
-            found = Steps.of_list(self.problem, gmem.lists, at, per_head)
-            return found.all_masked() if self.mask_all else found
+            steps = Steps.of_list(self.problem, gmem.lists, coordinates, per_head)
+            return steps.all_masked() if self.mask_all else steps
         first, rows = block * self.tile.rows, self.tile.rows
         position = first - gmem.offset(self.problem, batch)
         tile = self.tile.columns, rows
@@ -204,7 +207,7 @@ class KvStationary(Kernel):
         return Steps.of(blocks, self.problem.group)
 
     def anew(self, cta: KvStationaryCta) -> KvStationaryCta:
-        """Returns `cta` behind an optimization barrier, so that nothing made of it is hoisted.
+        """Returns `cta` behind an optimization barrier: nothing computed from it is hoisted.
 
         Addresses are computed again in every step. So are the ends of the loop for the widest
         heads, where positions alone say which blocks the loop has: on 8.0 that saves the causal
@@ -212,8 +215,8 @@ class KvStationary(Kernel):
         where the loop starts elsewhere.
         """
         warpgroups = cta.copies.warpgroups
-        found = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, warpgroups.rank))
-        batch, kv_head, block, rank = found
+        opaque = lax.optimization_barrier((cta.batch, cta.kv_head, cta.block, warpgroups.rank))
+        batch, kv_head, block, rank = opaque
         copies = dataclasses.replace(cta.copies, warpgroups=warpgroups._replace(rank=rank))
         steps = cta.steps
         wide = self.problem.head_dim > _ENDS_ANEW_FROM and not self.problem.is_listed
@@ -229,8 +232,8 @@ class KvStationary(Kernel):
         """Returns the copies of the CTA's K and V tiles."""
         gmem = cta.gmem
         first, limit = cta.block * self.tile.rows, gmem.kv_length(self.problem, cta.batch)
-        of = lambda array, tile: Copy(array.at[cta.batch, :, cta.kv_head], tile, first, limit)
-        return of(gmem.k, cta.smem.k), of(gmem.v, cta.smem.v)
+        copy = lambda array, tile: Copy(array.at[cta.batch, :, cta.kv_head], tile, first, limit)
+        return copy(gmem.k, cta.smem.k), copy(gmem.v, cta.smem.v)
 
     def arriving(self, cta: KvStationaryCta, name: str, n, tile) -> Copy:
         """Returns the copy of the Q or dO tile ("q", "do") of the n-th step to `tile`."""
@@ -244,12 +247,12 @@ class KvStationary(Kernel):
         last = jnp.int32(self.problem.group - 1)
         return cta.kv_head * self.problem.group + lax.min(step.member, last)
 
-    def at(self, cta: KvStationaryCta, step: Step, part=None) -> Place:
-        """Returns the place of a step's score tile, or of `part` (first, count) of its columns."""
+    def tile_place(self, cta: KvStationaryCta, step: Step, part=None) -> Place:
+        """Returns the place of a step's score tile, or of `part`, (first, count) of its columns."""
         head = cta.kv_head * self.problem.group + step.member
-        right, columns = part or (0, self.tile.columns)
-        first = cta.block * self.tile.rows, step.block * self.tile.columns + right
-        return Place(cta.batch, head, *first, (self.tile.rows, columns))
+        offset, columns = part or (0, self.tile.columns)
+        starts = cta.block * self.tile.rows, step.block * self.tile.columns + offset
+        return Place(cta.batch, head, *starts, (self.tile.rows, columns))
 
     # --- a tile ----------------------------------------------------------------------------------
 
@@ -295,10 +298,10 @@ class KvStationary(Kernel):
 
 def outputs(problem: Problem, length: int, wanted=("dk", "dv")) -> GradientSums:
     """Returns the shapes of dK and dV in device memory, of `length` keys."""
-    of = lambda columns: jax.ShapeDtypeStruct(
+    gradient = lambda columns: jax.ShapeDtypeStruct(
         (problem.batch, length, problem.kv_heads, columns), problem.dtype
     )
     return GradientSums(
-        dk=of(problem.head_dim) if "dk" in wanted else None,
-        dv=of(problem.v_head_dim) if "dv" in wanted else None,
+        dk=gradient(problem.head_dim) if "dk" in wanted else None,
+        dv=gradient(problem.v_head_dim) if "dv" in wanted else None,
     )

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import scores
-from ....core.problem import Problem
+from ....core.problem import Operands, Problem
 from ....core.scores import TileInputs
 from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
@@ -75,7 +75,7 @@ class AuxiliaryInputs:
     q_axis: int
     interpret: bool
 
-    def arrays(self, operands) -> AuxiliaryGmem:
+    def arrays(self, operands: Operands) -> AuxiliaryGmem:
         """Returns the operands as a kernel reads them; vectors are padded beyond the last tile."""
         return auxiliary_arrays.gmem(self.problem, self.q_axis, operands)
 
@@ -107,8 +107,8 @@ class AuxiliaryInputs:
         by_axis = lambda rows, columns: (columns, rows) if self.q_axis else (rows, columns)
         read = [scores.vectors(problem, axis, hides=ids) for axis in (0, 1)]
         columns = self._vectors(gmem.column_vectors, place, 1, read[1 - self.q_axis])
-        found = fragments.vectors._asdict() | columns
-        found = {name: found[name] for names in read for name in names}
+        vectors = fragments.vectors._asdict() | columns
+        vectors = {name: vectors[name] for names in read for name in names}
         column_keys = self._keys(gmem.column_keys, place, place.columns, 1)
         q_keys, kv_keys = by_axis(fragments.keys, column_keys)
         mask = self._wide(fragments.mask, gmem.mask, problem.mask_shape, place)
@@ -117,18 +117,20 @@ class AuxiliaryInputs:
             far = fragments.far
             shift = score_tile.row_shift(self.problem, gmem, far, place.head, query, some=far)
         inputs = fragments.scalars._replace(
-            **found,
+            **vectors,
             q_keys=q_keys,
             kv_keys=kv_keys,
             mask=None if mask is None else mask.astype(jnp.float32) != 0.0,
             shift=shift,
         )
-        if (size := self.problem.bias_shape) is None:
+        if (bias_shape := self.problem.bias_shape) is None:
             return inputs
-        read = lambda at: self._wide(fragments.bias, gmem.bias, size, at)
-        # The second time not what registers still have.
-        again = lambda: read(place._replace(row_start=lax.optimization_barrier(place.row_start)))
-        return score_tile.with_bias(self.problem, inputs, read(place), again)
+        read_bias = lambda bias_place: self._wide(fragments.bias, gmem.bias, bias_shape, bias_place)
+        # The barrier makes the second read load the bias anew, so that registers need not keep it.
+        again = lambda: read_bias(
+            place._replace(row_start=lax.optimization_barrier(place.row_start))
+        )
+        return score_tile.with_bias(self.problem, inputs, read_bias(place), again)
 
     def _far(self, gmem: AuxiliaryGmem, place: Place):
         if gmem.far is None:
@@ -138,11 +140,11 @@ class AuxiliaryInputs:
     def _entry(self, shape, place: Place):
         return auxiliary_arrays.entry(self.problem, shape, place.batch, place.head)
 
-    def _vector(self, ref, at, elements, axis: int) -> Any:
+    def _vector(self, ref, entry, elements, axis: int) -> Any:
         """Loads one value for each row (axis 0) or column (1) of a tile, or returns None."""
         if ref is None:
             return None
-        return load_vector(ref.at[(*at, elements)], axis)
+        return load_vector(ref.at[(*entry, elements)], axis)
 
     def _vectors(self, refs, place: Place, axis: int, read: tuple[str, ...]) -> dict[str, Any]:
         """Loads those vectors of a tile's rows (axis 0) or columns (1) that are in `read`."""
@@ -158,8 +160,8 @@ class AuxiliaryInputs:
         if ref is None:
             return None
         shared = ref.shape[0] == 1 and ref.shape[1] == 1
-        at = (0, 0) if shared else (place.batch, place.head)
-        return self._vector(ref, at, elements, axis)
+        entry = (0, 0) if shared else (place.batch, place.head)
+        return self._vector(ref, entry, elements, axis)
 
     def _row_values(self, ref, shape, place: Place):
         kind = auxiliary_arrays.kind(shape, self.q_axis)
@@ -169,18 +171,18 @@ class AuxiliaryInputs:
             return self._vector(ref, self._entry(shape, place), place.rows, 0)
         return None
 
-    def _wide(self, of_rows, ref, shape, place: Place):
+    def _wide(self, row_values, ref, shape, place: Place):
         """Returns a bias or mask over a tile, in its dtype; None if there is none."""
         kind = auxiliary_arrays.kind(shape, self.q_axis)
         if kind is None:
             return None
         if kind in ("rows", "scalar"):
-            return lax.broadcast_in_dim(of_rows, place.shape, (0,) if kind == "rows" else ())
-        at = self._entry(shape, place)
+            return lax.broadcast_in_dim(row_values, place.shape, (0,) if kind == "rows" else ())
+        entry = self._entry(shape, place)
         if kind == "columns":
-            found = load_vector(ref.at[(*at, place.columns)], 1)
-            return lax.broadcast_in_dim(found, place.shape, (1,))
-        return load_tile(ref.at[at], place, self.q_axis, self.interpret)
+            vector = load_vector(ref.at[(*entry, place.columns)], 1)
+            return lax.broadcast_in_dim(vector, place.shape, (1,))
+        return load_tile(ref.at[entry], place, self.q_axis, self.interpret)
 
 
 def load_vector(ref, axis: int):

@@ -59,44 +59,48 @@ class Kernel:
 # --- the tiles that a CTA loops over, and which of them need a mask -------------------------------
 
 
-def kv_tile_range(problem: Problem, at, position, tile, bounds, kv_length) -> BlockRange:
+def kv_tile_range(
+    problem: Problem, coordinates, position, tile: tuple[int, int], bounds, kv_length
+) -> BlockRange:
     """Returns the range of KV blocks for the queries of one tile.
 
     Args:
         problem: what is computed.
-        at: (batch entry, Q block).
+        coordinates: (batch entry, Q block).
         position: position of the tile's first query.
         tile: (queries, keys).
         bounds: core.bounds.kv_bounds, or None.
         kv_length: number of keys of the batch entry where arrays give it, or None.
     """
     rows, block_kv = tile
-    found = problem.spec.mask.kv_blocks(position, rows, problem.kv_len, block_kv)
+    blocks = problem.spec.mask.kv_blocks(position, rows, problem.kv_len, block_kv)
     if kv_length is not None:
-        whole = ints.floor_div(kv_length, block_kv)
-        found = found._replace(full_stop=ints.minimum(found.full_stop, whole))
-    return _bounded(problem, found, bounds, at)
+        full_blocks = ints.floor_div(kv_length, block_kv)
+        blocks = blocks._replace(full_stop=ints.minimum(blocks.full_stop, full_blocks))
+    return _bounded(problem, blocks, bounds, coordinates)
 
 
-def q_tile_range(problem: Problem, at, position, tile, bounds) -> BlockRange:
+def q_tile_range(
+    problem: Problem, coordinates, position, tile: tuple[int, int], bounds
+) -> BlockRange:
     """Returns the range of Q blocks for the keys of one tile; arguments are as of `kv_tile_range`.
 
     Queries past the end need no mask: their weights are 0. Neither do keys past the end: what is
     summed for them is dropped.
     """
     block_q, rows = tile
-    whole = ints.round_up(problem.q_len, block_q)
-    found = problem.spec.mask.q_blocks(position, rows, whole, block_q)
-    found = _bounded(problem, found, bounds, at)
+    padded_len = ints.round_up(problem.q_len, block_q)
+    blocks = problem.spec.mask.q_blocks(position, rows, padded_len, block_q)
+    blocks = _bounded(problem, blocks, bounds, coordinates)
     if problem.spec.mask.left is None and not problem.hides_by_arrays:
-        return found._replace(full_stop=found.stop)  # the band has no lower edge: no third loop
-    return found
+        return blocks._replace(full_stop=blocks.stop)  # the band has no lower edge: no third loop
+    return blocks
 
 
-def _bounded(problem: Problem, found: BlockRange, bounds, at) -> BlockRange:
-    start, full_start, full_stop, stop = found
+def _bounded(problem: Problem, blocks: BlockRange, bounds, coordinates) -> BlockRange:
+    start, full_start, full_stop, stop = blocks
     if bounds is not None:
-        start, stop = (bounds[(*at, i)] for i in (0, 1))
+        start, stop = (bounds[(*coordinates, i)] for i in (0, 1))
     if problem.hides_by_arrays:
         return BlockRange(start, start, start, stop)
     full_start = ints.clip(full_start, start, ints.maximum(start, stop))
@@ -104,15 +108,15 @@ def _bounded(problem: Problem, found: BlockRange, bounds, at) -> BlockRange:
     return BlockRange(start, full_start, full_stop, stop)
 
 
-def masked_unless(found: BlockRange, whole) -> BlockRange:
-    """Returns the range with all blocks masked, unless the traced `whole` holds."""
-    if found.full_start is found.full_stop:
-        return found  # they are anyway
-    full_start = jnp.where(whole, jnp.int32(found.full_start), jnp.int32(found.stop))
-    if found.full_stop is found.stop:  # still no third loop
-        return found._replace(full_start=full_start)
-    full_stop = jnp.where(whole, jnp.int32(found.full_stop), jnp.int32(found.stop))
-    return found._replace(full_start=full_start, full_stop=full_stop)
+def masked_unless(blocks: BlockRange, all_whole) -> BlockRange:
+    """Returns the range with all blocks masked, unless the traced `all_whole` holds."""
+    if blocks.full_start is blocks.full_stop:
+        return blocks  # all of them are masked already
+    full_start = jnp.where(all_whole, jnp.int32(blocks.full_start), jnp.int32(blocks.stop))
+    if blocks.full_stop is blocks.stop:  # still no third loop
+        return blocks._replace(full_start=full_start)
+    full_stop = jnp.where(all_whole, jnp.int32(blocks.full_stop), jnp.int32(blocks.stop))
+    return blocks._replace(full_start=full_start, full_stop=full_stop)
 
 
 def kv_limits(problem: Problem, tile: RegisterTile, kv_lengths, length) -> Limits:
@@ -160,11 +164,11 @@ class TileList(NamedTuple):
 
     def __getitem__(self, entry) -> tuple[Any, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns (member of the group, block) of an entry."""
-        found = self.index[entry]
+        number = self.index[entry]
         if self.per_head is None:
-            return jnp.int32(0), found
+            return jnp.int32(0), number
         per_head = jnp.int32(self.per_head)
-        return lax.div(found, per_head), lax.rem(found, per_head)
+        return lax.div(number, per_head), lax.rem(number, per_head)
 
 
 class Steps(NamedTuple):
@@ -194,19 +198,22 @@ class Steps(NamedTuple):
         return cls([zone for zone in blocks.zones() if zone[0] is not zone[1]], group)
 
     @classmethod
-    def of_list(cls, problem: Problem, lists: BlockLists, at, per_head: int | None = None) -> Steps:
+    def of_list(
+        cls, problem: Problem, lists: BlockLists, coordinates, per_head: int | None = None
+    ) -> Steps:
         """Returns the steps of one tile's list: partial blocks, then those in which all is seen.
 
         Args:
             problem: what is computed.
             lists: in device memory, of `BlockLists.in_one`.
-            at: (batch entry, head, tile); the head of keys where a list is for a GQA group.
+            coordinates: (batch entry, head, tile); the head of keys where a list is for a GQA
+                group.
             per_head: number of blocks of a head, where a list is for a GQA group.
         """
-        batch, head, tile = at
-        of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
-        start, whole, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
-        zones = [(start, whole, True), (whole, stop, False)]
+        batch, head, tile = coordinates
+        list_entry = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
+        start, whole_start, stop = (lists.bounds[(*list_entry, tile, end)] for end in range(3))
+        zones = [(start, whole_start, True), (whole_start, stop, False)]
         return cls(zones, listed=TileList(lists.index, per_head))
 
     def all_masked(self) -> Steps:
@@ -225,12 +232,12 @@ class Steps(NamedTuple):
         """Returns the n-th step; numbers past the end give a step that does not exist."""
         starts, n = self._starts(), jnp.int32(n)
         exists = n < starts[-1]
-        if self.listed is not None:  # which has an entry to read past its end
+        if self.listed is not None:  # a list can be read one entry past its end
             return Step(*self.listed[self.zones[0][0] + n], exists)
         if (self.group == 1 and self.shift is None) or not self.zones:
             first = jnp.int32(self.zones[0][0]) if self.zones else n
             return Step(jnp.int32(0), first + n, exists)
-        found = jnp.int32(0), jnp.int32(0)
+        chosen = jnp.int32(0), jnp.int32(0)
         for start, stop, (low, high, _) in reversed(
             list(zip(starts[:-1], starts[1:], self.zones, strict=True))
         ):
@@ -240,8 +247,8 @@ class Steps(NamedTuple):
             if self.shift is not None:
                 within = lax.rem(within + self.shift, length)
             block = jnp.int32(low) + within
-            found = jnp.where(n < stop, member, found[0]), jnp.where(n < stop, block, found[1])
-        return Step(*found, exists)
+            chosen = jnp.where(n < stop, member, chosen[0]), jnp.where(n < stop, block, chosen[1])
+        return Step(*chosen, exists)
 
     def fold(self, step, carry: Any, *, hides_end: bool):
         """Runs step(n, carry, masked=) for each step in turn, and returns the last carry.

@@ -71,8 +71,8 @@ class Matmuls:
                 a = a[:, pl.ds(column if transposed else 0, b.shape[1 if transposed else 0])]
             return accumulator + _dot(a, b, transposed=transposed)
         moved = transposed and not isinstance(column, int)
-        how = How(right_transposed=transposed, summed=summed, moved=moved)
-        return mma_sync.add(how, accumulator, a, b, column, in_registers=in_registers)
+        variant = How(right_transposed=transposed, summed=summed, moved=moved)
+        return mma_sync.add(variant, accumulator, a, b, column, in_registers=in_registers)
 
     def add_part(self, accumulator, a, b, column, grid: Grid, *, transposed: bool = False):
         """Returns accumulator + a @ some columns of b, or accumulator + a^T @ them.
@@ -88,8 +88,8 @@ class Matmuls:
         if self.interpret:
             a, b = _values(a), b[:, pl.ds(column, accumulator.shape[1])]
             return accumulator + _dot(a.T if transposed else a, b, transposed=False)
-        how = How(left_transposed=transposed, grid=grid)
-        return mma_sync.add(how, accumulator, a, b, column)
+        variant = How(left_transposed=transposed, grid=grid)
+        return mma_sync.add(variant, accumulator, a, b, column)
 
     def put(self, values, tile, column=0, grid: Grid = WGMMA):
         """Writes an f32 tile in registers to [rows, columns] in shared memory, in 16 bits.

@@ -50,7 +50,7 @@ class Shares:
     warpgroups: Warpgroups
     scores: ScoreParts | None
 
-    def of(self, width: int) -> tuple[Any, int]:
+    def columns(self, width: int) -> tuple[Any, int]:
         """Returns (first column, number of columns) of this warpgroup's share of a width."""
         return self.warpgroups.part(width)
 
@@ -78,7 +78,7 @@ class Shares:
             b: [columns, width and more] in shared memory.
             width: number of columns that are summed over.
         """
-        first, count = self.of(width)
+        first, count = self.columns(width)
         add = functools.partial(Matmuls(self.interpret).add, zeros, a, b, transposed=True)
         if self.scores is None:
             return add(summed=width)

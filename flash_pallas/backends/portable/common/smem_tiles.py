@@ -200,8 +200,8 @@ class Copies:
     def _own(self, copy):
         if isinstance(copy, Vector):
             return copy
-        down, tile = self.warpgroups.rows(copy.tile)
-        return copy._replace(tile=tile, first=copy.first + down)
+        offset, tile = self.warpgroups.rows(copy.tile)
+        return copy._replace(tile=tile, first=copy.first + offset)
 
     def sync(self, bit=None):
         """Waits until all warps have arrived here; see Warpgroups.sync."""
@@ -212,8 +212,8 @@ class Copies:
 
         Under the interpreter the array has all rows of the tile.
         """
-        down, tile = self.warpgroups.rows(tile)
-        first = first + down
+        offset, tile = self.warpgroups.rows(tile)
+        first = first + offset
         if self.interpret:
             rows, columns = tile.shape[0], target.shape[1]
             target[pl.ds(first, rows)] = tile[:, pl.ds(0, columns)]
@@ -247,17 +247,17 @@ class Stream(NamedTuple):
 
     def start(self, n, *names: str):
         """Starts copies of the n-th step as one group: of the tiles `names`, or of all."""
-        self.copies.start(*self._of(n, names))
+        self.copies.start(*self._copies(n, names))
 
     def wait(self, n, *names: str, pending: int = 0, bit=None):
         """Waits for tiles of the n-th step, all by default; see Copies.arrived."""
-        return self.copies.arrived(*self._of(n, names), pending=pending, bit=bit)
+        return self.copies.arrived(*self._copies(n, names), pending=pending, bit=bit)
 
     def end(self):
         """Waits, after the loop, for what was started for a step that does not exist."""
         self.copies.arrived()
 
-    def _of(self, n, names: tuple[str, ...]) -> list[Copy | Vector]:
+    def _copies(self, n, names: tuple[str, ...]) -> list[Copy | Vector]:
         slot = self.slot(n)
         return [copy for name in names or self.names for copy in self.load(name, n, slot)]
 
@@ -268,10 +268,10 @@ def _fill(copy: Copy | Vector):
         return
     rows, columns = copy.tile.shape[0], copy.source.shape[-1]
     row = jnp.int32(copy.first) + jnp.arange(rows, dtype=jnp.int32)
-    found = jnp.take(copy.source[...].reshape(-1, columns), row, axis=0, mode="clip")
+    values = jnp.take(copy.source[...].reshape(-1, columns), row, axis=0, mode="clip")
     read = row < copy.limit
     if copy.start is not None:
         read = read & (row >= copy.start)
-    found = jnp.where(read[:, None], found, jnp.zeros_like(found))
+    values = jnp.where(read[:, None], values, jnp.zeros_like(values))
     widths = ((0, 0), (0, copy.tile.shape[1] - columns))
-    copy.tile[...] = jnp.pad(found, widths)
+    copy.tile[...] = jnp.pad(values, widths)

@@ -69,22 +69,22 @@ class Online:
             log2_scale: log2_scale of core.scores.Logits.
             narrowed: converts float32 weights to what V is multiplied by.
         """
-        found = compared(rows.maxima, x, log2_scale, self.far, self.slack, self.interpret)
-        p = jnp.exp2(found.x * log2_scale - per_row(found.m, x.shape))
+        logits = compared(rows.maxima, x, log2_scale, self.far, self.slack, self.interpret)
+        p = jnp.exp2(logits.x * log2_scale - per_row(logits.m, x.shape))
         sums = partial_sums(p, self.interpret)
-        alpha = lambda: jnp.exp2(found.before - found.m)
-        return Weighed(narrowed(p), alpha, found.maxima, sums, found.grew)
+        alpha = lambda: jnp.exp2(logits.before - logits.m)
+        return Weighed(narrowed(p), alpha, logits.maxima, sums, logits.grew)
 
     @staticmethod
-    def rescaled(rows: Rows, found: Weighed) -> Rows:
+    def rescaled(rows: Rows, weighed: Weighed) -> Rows:
         """Returns the state to which the matmul of weights and V is to be added."""
 
         def relative():
-            alpha = found.alpha()
+            alpha = weighed.alpha()
             return rows.o * per_row(alpha, rows.o.shape), rows.l * alpha
 
-        o, l = lax.cond(found.grew > 0, relative, lambda: (rows.o, rows.l))
-        return Rows(o, found.maxima, l + found.sums)
+        o, l = lax.cond(weighed.grew > 0, relative, lambda: (rows.o, rows.l))
+        return Rows(o, weighed.maxima, l + weighed.sums)
 
 
 def per_row(x, shape):

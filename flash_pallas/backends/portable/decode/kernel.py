@@ -150,8 +150,9 @@ class DecodeKernel(Kernel):
         own = (batch, head) if self.problem.of_heads else batch
         offset = None if gmem.q_offset is None else gmem.q_offset[batch]
         length, position = self.problem.key_range(gmem.kv_lengths[own], offset)
-        bounds = gmem.kv_starts, gmem.window_left
-        mask, start = self.problem.lower_bound(*bounds, batch, (length, position))
+        mask, start = self.problem.lower_bound(
+            gmem.kv_starts, gmem.window_left, batch, (length, position)
+        )
         return DecodeCta(
             gmem=gmem,
             out=out,
@@ -207,21 +208,21 @@ class DecodeKernel(Kernel):
         page_size = self.problem.spec.page_size
         if page_size is None:
             return (Copy(source.at[cta.batch, :, cta.head], tile, first, limit, start),)
-        found, rows = [], math.gcd(self.blocks.columns, page_size)
+        copies, rows = [], math.gcd(self.blocks.columns, page_size)
         for below in range(0, self.blocks.columns, rows):
             key = jnp.int32(first + below)
             page, row = self.page(cta, key)
             piece = tile if rows == self.blocks.columns else tile.at[pl.ds(below, rows)]
             # Bounds as rows of the page.
             own = [None if x is None else x - key + row for x in (limit, start)]
-            found.append(Copy(source.at[page, :, cta.head], piece, row, *own))
-        return tuple(found)
+            copies.append(Copy(source.at[page, :, cta.head], piece, row, *own))
+        return tuple(copies)
 
     def page(self, cta: DecodeCta, key):
         """Returns (page of a key, row of it in the page)."""
         table, page_size = cta.gmem.page_table, self.problem.spec.page_size or 0
         entry = lax.div(key, jnp.int32(page_size))
-        # What lies beyond the table's end, or in an entry that was never set, is not read.
+        # Clamped: entries beyond the table's end, and entries never set, name no page.
         own = (cta.batch, cta.head) if self.problem.of_heads else (cta.batch,)
         page = table[(*own, lax.min(entry, jnp.int32(table.shape[-1] - 1)))]
         page = lax.clamp(jnp.int32(0), page, jnp.int32(cta.gmem.k.shape[0] - 1))
@@ -245,10 +246,10 @@ class DecodeKernel(Kernel):
         keys = [first + below for below in range(0, columns, rows)]
         pages = [self.page(cta, key)[0] for key in keys]
 
-        def scales(of):
-            if of is None:
+        def scales(array):
+            if array is None:
                 return None
-            return [self.page_scale(cta, of, *x, rows) for x in zip(keys, pages, strict=True)]
+            return [self.page_scale(cta, array, *x, rows) for x in zip(keys, pages, strict=True)]
 
         return scales(cta.gmem.k_scale), scales(cta.gmem.v_scale)
 
@@ -257,16 +258,16 @@ class DecodeKernel(Kernel):
         exists = key < cta.length
         if cta.start is not None:
             exists = exists & (key + rows > cta.start)
-        found = scales[page if scales.shape[0] > 1 else 0, cta.head]
-        return lax.select(exists, found, jnp.float32(1.0))
+        scale = scales[page if scales.shape[0] > 1 else 0, cta.head]
+        return lax.select(exists, scale, jnp.float32(1.0))
 
     def own_columns(self, cta: DecodeCta, ref):
         """Returns the columns of V or O, the last axis of `ref`, that are this CTA's."""
-        columns, rest = tiling.part_columns(self.problem), (slice(None),) * (len(ref.shape) - 1)
+        columns, leading = tiling.part_columns(self.problem), (slice(None),) * (len(ref.shape) - 1)
         if cta.part is None:
-            whole = ref.shape[-1] == columns
-            return ref if whole else ref.at[(*rest, pl.ds(0, columns))]
-        return ref.at[(*rest, pl.ds(cta.part * columns, columns))]
+            has_all = ref.shape[-1] == columns
+            return ref if has_all else ref.at[(*leading, pl.ds(0, columns))]
+        return ref.at[(*leading, pl.ds(cta.part * columns, columns))]
 
     def query_fragments(self, cta: DecodeCta) -> QueryFragments:
         """Returns the positions, key limits and ALiBi slopes of the rows."""
@@ -277,8 +278,10 @@ class DecodeKernel(Kernel):
         elif self.problem.drafts and cta.mask.left is None:
             position = None  # Mosaic finds no layout for a vector that nothing reads.
         else:
-            sizes = self.problem.group, self.total
-            position = queries(cta.first_row, rows, *sizes, self.interpret) + cta.position
+            position = (
+                queries(cta.first_row, rows, self.problem.group, self.total, self.interpret)
+                + cta.position
+            )
         if cta.gmem.slopes is not None:
             slope = load_vector(cta.gmem.slopes.at[cta.batch, cta.head, own], 0)
         limits = cta.mask.keys_of(position, cta.length, cta.start)
@@ -288,9 +291,9 @@ class DecodeKernel(Kernel):
         """Returns (scale of K, scale of V); None where there is none, or one for each page."""
         if "page_scales" in self.problem.features:
             return None, None
-        both = cta.gmem.k_scale, cta.gmem.v_scale
+        scales = cta.gmem.k_scale, cta.gmem.v_scale
         entry = lambda x: cta.batch if x.shape[0] > 1 else 0
-        return tuple(None if x is None else x[entry(x), cta.head] for x in both)
+        return tuple(None if x is None else x[entry(x), cta.head] for x in scales)
 
     def draft_bits(self, cta: DecodeCta) -> DraftBits | None:
         """Returns the drafts that the rows see, which few blocks need; None: there are none."""
@@ -298,8 +301,8 @@ class DecodeKernel(Kernel):
         if words is None:
             return None
         own = pl.ds(cta.first_row, self.blocks.rows)
-        each = (load_vector(words.at[cta.batch, i, own], 0) for i in range(words.shape[1]))
-        return DraftBits(tuple(each), cta.position)
+        row_words = (load_vector(words.at[cta.batch, i, own], 0) for i in range(words.shape[1]))
+        return DraftBits(tuple(row_words), cta.position)
 
     # --- a block of keys -------------------------------------------------------------------------
 
@@ -309,7 +312,7 @@ class DecodeKernel(Kernel):
         """Folds one KV block into the rows."""
         if masked:
             fragments = fragments._replace(drafts=self.draft_bits(cta))
-        # Both before the wait, so that a page id is loaded once for K and V.
+        # Computed before the wait, so that a page id is loaded once for K and V.
         k, v = (self.load(cta, name, n) for name in ("k", "v"))
         self.copies.arrived(*k)
         self.copies.start(*v)
@@ -326,9 +329,9 @@ class DecodeKernel(Kernel):
         s = scaled(s, k_scales)
         x, log2_scale = self.logits(fragments, self.first_key(cta, n), s, masked=masked)
         narrowed = lambda p: scaled(p, v_scales).astype(self.problem.dtype)
-        found = self.online.weigh(rows, x, log2_scale, narrowed)
-        rows = self.online.rescaled(rows, found)
-        return rows._replace(o=self.matmuls.add(rows.o, found.p, cta.smem.v))
+        weighed = self.online.weigh(rows, x, log2_scale, narrowed)
+        rows = self.online.rescaled(rows, weighed)
+        return rows._replace(o=self.matmuls.add(rows.o, weighed.p, cta.smem.v))
 
     def logits(self, fragments: QueryFragments, first, s, *, masked: bool):
         """Returns (x, log2_scale) of a tile of S whose first key is `first`; -inf where hidden."""
@@ -340,8 +343,8 @@ class DecodeKernel(Kernel):
             query = per_row(fragments.position, s.shape)
             falls = score_tile.alibi(query, key, per_row(-fragments.slope, s.shape))
         tile = RegisterTile(0, first, s.shape, interpret=self.interpret)
-        found = scores.logits(self.problem.spec.attention, tile, s, TileInputs(falls=falls))
-        x = found.x
+        tile_logits = scores.logits(self.problem.spec.attention, tile, s, TileInputs(falls=falls))
+        x = tile_logits.x
         if masked:
             low = None if fragments.first is None else fragments.first - first
             if fragments.drafts is not None:
@@ -349,7 +352,7 @@ class DecodeKernel(Kernel):
                 x = draft_bits.hide(x, fragments.drafts, first, 1, self.interpret)
             else:
                 x = inline.hide_outside(x, low, fragments.last - first, self.interpret)
-        return x, found.log2_scale
+        return x, tile_logits.log2_scale
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -359,11 +362,11 @@ class DecodeKernel(Kernel):
         inverse, lse, shift = softmax.finish(m, row_sums(rows.l, self.interpret), shift)
         if fragments.v_scale is not None:
             inverse = inverse * fragments.v_scale
-        at = cta.split, cta.batch, cta.head
+        coordinates = cta.split, cta.batch, cta.head
         o = rows.o * per_row(inverse, rows.o.shape)
-        target = self.own_columns(cta, cta.out.o.at[at])
+        target = self.own_columns(cta, cta.out.o.at[coordinates])
         store_accumulator(o, target, (cta.first_row, 0), self.interpret)
-        own = (*at, pl.ds(cta.first_row, self.blocks.rows))
+        own = (*coordinates, pl.ds(cta.first_row, self.blocks.rows))
 
         def store_rows():
             cta.out.lse[own] = lse
@@ -403,7 +406,7 @@ def decode(
         DecodeKernel(problem, blocks, interpret),
         out=(out,),
         scratch=(tiling.decode_layout(problem, blocks),),
-        # Heads last: what runs at one time reads all heads of a key, which are neighbours.
+        # Heads vary fastest: CTAs that run together read all heads of a key, which are neighbours.
         grid={
             "batch": problem.batch,
             "split": blocks.num_splits,
@@ -414,7 +417,7 @@ def decode(
         name="flash_pallas_portable_decode",
         interpret=interpret,
     )
-    (found,) = run(
+    (outputs,) = run(
         DecodeArrays(
             q=operands.q.reshape(*operands.q.shape[:2], *heads, problem.head_dim),
             k=operands.k,
@@ -431,8 +434,8 @@ def decode(
             v_scale=operands.k_scale if operands.v is None else operands.v_scale,
         )
     )
-    shift = jnp.zeros_like(found.lse) if found.shift is None else found.shift
-    parts = DecodeOut(found.o[..., :total, :], found.lse[..., :total], shift[..., :total])
+    shift = jnp.zeros_like(outputs.lse) if outputs.shift is None else outputs.shift
+    parts = DecodeOut(outputs.o[..., :total, :], outputs.lse[..., :total], shift[..., :total])
     return _joined(problem, parts, operands.sinks)
 
 

@@ -26,8 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import block_lists, bounds, dropout, scores, softmax
+from ....core.block_lists import BlockLists
 from ....core.mask import Limits
 from ....core.problem import Operands, Outputs, Problem
+from ....core.scores import TileInputs
 from ...gpu import score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem
 from ...gpu.launch import launch
@@ -55,7 +57,8 @@ class ForwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     q_lengths: Any = None  # int32[B]
     bounds: Any = None  # int32[B, Q blocks, 2], where arrays decide which keys are read
-    lists: Any = None  # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
+    # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
+    lists: BlockLists | None = None
     aux: AuxiliaryGmem = AuxiliaryGmem()
 
 
@@ -119,7 +122,7 @@ class ForwardKernel(Kernel):
         cta.copies.arrived(own, pending=1)
         fragments = self.inputs.row_fragments(gmem.aux, Place.of(cta, self.tile, 0))
         cta = cta._replace(fragments=fragments, stream=stream)
-        columns = cta.shares.of(widths(self.problem)[1])[1]
+        columns = cta.shares.columns(widths(self.problem)[1])[1]
         zeros = self.folding(cta).zeros(self.tile.rows, columns)
         no_keys = self.online.no_keys(self.tile.rows, zeros)
         rows = cta.steps.fold(
@@ -153,9 +156,11 @@ class ForwardKernel(Kernel):
         gmem = cta.gmem
         if gmem.lists is not None:
             return Steps.of_list(self.problem, gmem.lists, (cta.batch, cta.head, cta.block))
-        at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
+        coordinates, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
         traced = None if gmem.aux.kv_lengths is None else cta.kv_length
-        return Steps.of(kv_tile_range(self.problem, at, cta.position, tile, gmem.bounds, traced))
+        return Steps.of(
+            kv_tile_range(self.problem, coordinates, cta.position, tile, gmem.bounds, traced)
+        )
 
     def load(self, cta: ForwardCta, name: str, n, slot) -> tuple[Copy]:
         """Returns the copy of the K or V tile of the n-th step."""
@@ -208,10 +213,10 @@ class ForwardKernel(Kernel):
         """
         if self.tile.slots == 2:  # V has arrived with K
             return None if bit is None else stream.copies.sync(bit)
-        found = stream.wait(n, "v", bit=bit, pending=1 if self.early else 0)
+        any_bit = stream.wait(n, "v", bit=bit, pending=1 if self.early else 0)
         if not self.tile.turns and not self.early:
             stream.start(n + 1, "k")
-        return found
+        return any_bit
 
     @property
     def early(self) -> bool:
@@ -222,11 +227,13 @@ class ForwardKernel(Kernel):
     def folding(self, cta: ForwardCta) -> OwnRows | SharedWeights:
         """Returns how O is accumulated: with P in registers, or through shared memory."""
         if cta.smem.exchange is None:
-            return OwnRows(cta.shares.of(widths(self.problem)[1])[0], self.interpret)
+            return OwnRows(cta.shares.columns(widths(self.problem)[1])[0], self.interpret)
         grid = Grid.of(self.tile.rows, widths(self.problem)[1])
         return SharedWeights(cta.smem.exchange, grid, self.interpret)
 
-    def weigh(self, cta: ForwardCta, kv_block, inputs, s, rows: Rows, *, masked: bool) -> Weighed:
+    def weigh(
+        self, cta: ForwardCta, kv_block, inputs: TileInputs, s, rows: Rows, *, masked: bool
+    ) -> Weighed:
         """Computes the weights of a tile of S, in 16 bits after dropout."""
         problem = self.problem if masked else self.problem.of_whole_tiles
         spec, tile = problem.spec, self.score_tile(cta, kv_block)
@@ -311,7 +318,7 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
     )
     listed, sizes = problem.is_listed, (tile.rows, tile.columns)
     dynamic = problem.is_dynamic and not listed
-    (found,) = run(
+    (outputs,) = run(
         ForwardArrays(
             q=operands.q,
             k=operands.k,
@@ -323,9 +330,9 @@ def forward(problem: Problem, tile: TileSizes, operands: Operands, interpret: bo
             aux=kernel.inputs.arrays(operands),
         )
     )
-    rows = (found.lse, found.shift, found.most)
+    rows = (outputs.lse, outputs.shift, outputs.most)
     rows = (None if x is None else x[:, :, : problem.q_len] for x in rows)
-    return Outputs(found.o[:, : problem.q_len], *rows)
+    return Outputs(outputs.o[:, : problem.q_len], *rows)
 
 
 def grid(problem: Problem, blocks: int) -> dict[str, int]:
@@ -375,9 +382,9 @@ class OwnRows(Kernel):
             v: the V tile, [columns, Hv] in shared memory.
         """
         wait()
-        found = weigh(rows)
-        rows = Online.rescaled(rows, found)
-        return rows._replace(o=self.matmuls.add(rows.o, found.p, v, column=self.column))
+        weighed = weigh(rows)
+        rows = Online.rescaled(rows, weighed)
+        return rows._replace(o=self.matmuls.add(rows.o, weighed.p, v, column=self.column))
 
     def put(self, o, inverse, tile):
         """Writes O times one factor per row to shared memory, in 16 bits."""
@@ -408,18 +415,18 @@ class SharedWeights(Kernel):
         All warps synchronize when V has arrived, and with the same barrier tell each other whether
         a row max grew. P is in shared memory by then, and is overwritten only after the next one.
         """
-        found, exchange = weigh(rows), self.exchange
-        alpha = found.alpha()
-        self.matmuls.put(found.p, exchange.weights)
+        weighed, exchange = weigh(rows), self.exchange
+        alpha = weighed.alpha()
+        self.matmuls.put(weighed.p, exchange.weights)
         put_rows(alpha, exchange.factors, self.interpret)
-        grew = wait(found.grew)
+        grew = wait(weighed.grew)
 
         def rescaled():
             return self._scaled(rows.o)
 
         o = lax.cond(grew > 0, rescaled, lambda: rows.o)
         o = self.matmuls.add_part(o, exchange.weights, v, 0, self.grid)
-        return Rows(o, found.maxima, rows.l * alpha + found.sums)
+        return Rows(o, weighed.maxima, rows.l * alpha + weighed.sums)
 
     def put(self, o, inverse, tile):
         """Writes O times one factor per row to shared memory, in 16 bits; see OwnRows."""
@@ -429,5 +436,5 @@ class SharedWeights(Kernel):
 
     def _scaled(self, o):
         """Returns O times the factors in shared memory."""
-        get = get_rows(self.exchange.factors, o.shape[0], self.grid, self.interpret)
-        return o * per_row(get, o.shape)
+        factors = get_rows(self.exchange.factors, o.shape[0], self.grid, self.interpret)
+        return o * per_row(factors, o.shape)

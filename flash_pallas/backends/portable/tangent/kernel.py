@@ -21,9 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ....core import block_lists, bounds, dropout, scores
+from ....core.block_lists import BlockLists
 from ....core.mask import Limits
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs, Problem, Tangents
+from ....core.scores import TileInputs
 from ....core.softmax import EMPTY_ROW
 from ...gpu import auxiliary_arrays, score_tile
 from ...gpu.auxiliary_arrays import AuxiliaryGmem, within_reach
@@ -54,7 +56,8 @@ class TangentArrays(NamedTuple):
     q_offset: Any  # int32[B], where problem.traced_offset
     q_lengths: Any  # int32[B], or None
     bounds: Any  # int32[B, Q blocks, 2], where arrays decide which keys are read
-    lists: Any  # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
+    # BlockLists.in_one of Q tiles, in place of `bounds`; if problem.is_listed
+    lists: BlockLists | None
     aux: AuxiliaryGmem
     moved: AuxiliaryGmem  # tangents of what is in `aux`
 
@@ -122,17 +125,23 @@ class TangentKernel(Kernel):
         cta = self.place(gmem, out, smem)
         cta = cta._replace(steps=self.steps(cta))
         q_length = self.problem.q_len if gmem.q_lengths is None else gmem.q_lengths[cta.batch]
-        of = lambda array: array.at[cta.batch, :, cta.head]
+        of_head = lambda array: array.at[cta.batch, :, cta.head]
         first = cta.block * self.tile.rows
-        own = Copy(of(gmem.q), smem.q, first, q_length), Copy(of(gmem.dq), smem.dq, first, q_length)
+        own = (
+            Copy(of_head(gmem.q), smem.q, first, q_length),
+            Copy(of_head(gmem.dq), smem.dq, first, q_length),
+        )
         stream = Stream(self.copies, ("k", "v"), 1, functools.partial(self.load, cta))
         self.copies.start(*own)
         stream.start(0, "k")
         self.copies.arrived(*own, pending=1)
-        at, place = (cta.batch, cta.head, pl.ds(first, self.tile.rows)), Place.of(cta, self.tile, 0)
+        own_rows, place = (
+            (cta.batch, cta.head, pl.ds(first, self.tile.rows)),
+            Place.of(cta, self.tile, 0),
+        )
         cta = cta._replace(
             stream=stream,
-            lse=load_vector(gmem.lse.at[at], 0),
+            lse=load_vector(gmem.lse.at[own_rows], 0),
             fragments=self.inputs.row_fragments(gmem.aux, place),
             moved=self.moving.row_fragments(gmem.moved, place),
         )
@@ -158,17 +167,19 @@ class TangentKernel(Kernel):
         gmem = cta.gmem
         if gmem.lists is not None:
             return Steps.of_list(self.problem, gmem.lists, (cta.batch, cta.head, cta.block))
-        at, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
+        coordinates, tile = (cta.batch, cta.block), (self.tile.rows, self.tile.columns)
         traced = None if gmem.aux.kv_lengths is None else cta.kv_length
-        return Steps.of(kv_tile_range(self.problem, at, cta.position, tile, gmem.bounds, traced))
+        return Steps.of(
+            kv_tile_range(self.problem, coordinates, cta.position, tile, gmem.bounds, traced)
+        )
 
     def load(self, cta: TangentCta, name: str, n, slot) -> tuple[Copy, Copy]:
         """Returns the copies of the K and dK, or V and dV tiles of the n-th step."""
         del slot
         step, kv_head = cta.steps[n], lax.div(cta.head, jnp.int32(self.problem.group))
         first, limit = step.block * self.tile.columns, step.limit(cta.kv_length)
-        of = lambda name: getattr(cta.gmem, name).at[cta.batch, :, kv_head]
-        copy = lambda name: Copy(of(name), getattr(cta.smem, name), first, limit)
+        source = lambda name: getattr(cta.gmem, name).at[cta.batch, :, kv_head]
+        copy = lambda name: Copy(source(name), getattr(cta.smem, name), first, limit)
         return copy(name), copy(f"d{name}")
 
     def step(self, cta: TangentCta, n, rows: Rows, *, masked: bool) -> Rows:
@@ -200,7 +211,7 @@ class TangentKernel(Kernel):
         tile = scores.placed(tile, inputs)
         return w.p, score_tile.pushed(problem, tile, (w.p, w.pull), ds, moved)
 
-    def narrowed(self, cta: TangentCta, block, inputs, x):
+    def narrowed(self, cta: TangentCta, block, inputs: TileInputs, x):
         """Returns x in 16 bits, 0 where dropout drops a weight."""
         if self.problem.spec.dropout_rate:
             kept = scores.kept(self.problem.spec, self.score_tile(cta, block), inputs)
@@ -232,8 +243,8 @@ def tangents(
     problem: Problem,
     tile: TileSizes,
     operands: Operands,
-    given: Operands,
-    found: Outputs,
+    operand_tangents: Operands,
+    forward_out: Outputs,
     interpret: bool,
 ) -> Tangents:
     """Launches the kernel.
@@ -242,11 +253,11 @@ def tangents(
         problem: description of the operands.
         tile: tile sizes.
         operands: q, k and v are 0 where segment ids mark padding; head dims are multiples of 8.
-        given: tangents of the operands, likewise.
-        found: o, lse_log2 and shift of the forward; o has the head dim of v.
+        operand_tangents: tangents of the operands, likewise.
+        forward_out: o, lse_log2 and shift of the forward; o has the head dim of v.
         interpret: run under the interpreter.
     """
-    moves = auxiliary_arrays.moves_of(given)
+    moves = auxiliary_arrays.moves_of(operand_tangents)
     kernel = TangentKernel(problem, tile, moves, interpret)
     blocks = pl.cdiv(problem.q_len, tile.rows)
     rows = blocks * tile.rows
@@ -267,28 +278,30 @@ def tangents(
         name="flash_pallas_portable_tangents",
         interpret=interpret,
     )
-    (results,) = run(_arrays(kernel, operands, given, found))
+    (results,) = run(_arrays(kernel, operands, operand_tangents, forward_out))
     queries = slice(problem.q_len)
     return Tangents(None, None, None, results.do[:, queries], results.dlse[:, :, queries])
 
 
-def _arrays(kernel: TangentKernel, operands: Operands, given: Operands, found: Outputs):
+def _arrays(
+    kernel: TangentKernel, operands: Operands, operand_tangents: Operands, forward_out: Outputs
+):
     problem, sizes = kernel.problem, (kernel.tile.rows, kernel.tile.columns)
     listed, reach = problem.is_listed, within_reach(problem.q_len)
     dynamic = problem.is_dynamic and not listed
     aux = kernel.inputs.arrays(operands)
-    if found.shift is not None:
-        shift = pad_axis(found.shift, 2, reach)
+    if forward_out.shift is not None:
+        shift = pad_axis(forward_out.shift, 2, reach)
         aux = auxiliary_arrays.with_shift(aux, shift, problem.kv_heads)
     return TangentArrays(
         *operands[:3],
-        *given[:3],
-        o=found.o,
-        lse=pad_axis(found.lse_log2, 2, reach, EMPTY_ROW),
+        *operand_tangents[:3],
+        o=forward_out.o,
+        lse=pad_axis(forward_out.lse_log2, 2, reach, EMPTY_ROW),
         q_offset=operands.q_offset,
         q_lengths=operands.q_lengths,
         bounds=bounds.kv_bounds(problem, operands, *sizes) if dynamic else None,
         lists=block_lists.of_queries(problem, operands, sizes).in_one if listed else None,
         aux=aux,
-        moved=kernel.moving.arrays(auxiliary_arrays.only(given, kernel.moves)),
+        moved=kernel.moving.arrays(auxiliary_arrays.only(operand_tangents, kernel.moves)),
     )

@@ -45,7 +45,13 @@ from ....gpu.ptx.sums_of_rows import partial_sums, row_sums
 from ....gpu.score_tile import RegisterTile
 from ... import tiling
 from ...common import softmax
-from ...common.auxiliary_inputs import AuxiliaryInputs, Place, load_tile, load_vector
+from ...common.auxiliary_inputs import (
+    AuxiliaryInputs,
+    Place,
+    RowFragments,
+    load_tile,
+    load_vector,
+)
 from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first, q_tile_range
 from ...common.smem_tiles import Copies, Copy, Stream, Warpgroups, widths
 from ...tiling import (
@@ -71,14 +77,14 @@ class Pairs(NamedTuple):
         stream: stream of all tiles.
         first: names of the first pair, which S is computed from.
         second: names of the second pair, which dP is computed from.
-        several: there may be more than one step.
+        many_steps: there may be more than one step.
         turns: see ScoreTiles.
     """
 
     stream: Stream
     first: tuple[str, ...]
     second: tuple[str, ...]
-    several: bool = True
+    many_steps: bool = True
     turns: bool = False
 
     @property
@@ -94,7 +100,7 @@ class Pairs(NamedTuple):
             self.stream.start(0, *names)
 
     def _start_next(self, n, *names: str):
-        if self.several:
+        if self.many_steps:
             self.stream.start(n + 1, *names)
 
     def begin(self, n):
@@ -117,12 +123,12 @@ class Pairs(NamedTuple):
 
     def second_read(self, n):
         """Marks the second pair as read."""
-        if self.stream.slots == 1 and self.several:
+        if self.stream.slots == 1 and self.many_steps:
             self.stream.copies.sync()
             self._start_next(n, *(self.first if self.turns else self.second))
 
 
-class Given(NamedTuple):
+class DsInputs(NamedTuple):
     """Inputs of dS, besides those of score modifiers."""
 
     s: Any  # f32 tile, q @ k^T
@@ -142,20 +148,26 @@ class DsSums(Kernel):
     problem: Problem
     names: tuple[Any, ...]
 
-    def terms(self, tile: RegisterTile, given: Given, inputs: TileInputs, limits: Limits | None):
+    def terms(
+        self, tile: RegisterTile, ds_inputs: DsInputs, inputs: TileInputs, limits: Limits | None
+    ):
         """Computes an f32 tile for each name: what each element adds to its gradient.
 
         Args:
             tile: position of the tile.
-            given: inputs of dS.
+            ds_inputs: inputs of dS.
             inputs: inputs of score modifiers.
             limits: what positions leave visible of the tile; None if nothing hides any of it.
         """
         problem = self.problem.of_whole_tiles if limits is None else self.problem
         limits = limits or Limits()
-        w = score_tile.weights(problem, tile, given.s, given.lse, inputs, limits, marks=True)
-        c = score_tile.centred(self.problem, w.kept, given.dp, tile.per_q(given.delta))
-        dz, dparams = w.pull(w.p * c)
+        w = score_tile.weights(
+            problem, tile, ds_inputs.s, ds_inputs.lse, inputs, limits, marks=True
+        )
+        centred = score_tile.centred(
+            self.problem, w.kept, ds_inputs.dp, tile.per_q(ds_inputs.delta)
+        )
+        dz, dparams = w.pull(w.p * centred)
         tile = placed(tile, inputs)
         return tuple(term(name, tile, dz, dparams) for name in self.names)
 
@@ -236,25 +248,25 @@ class LineSums(DsSums):
             steps = Steps.of_list(self.problem, gmem.lists, (batch, head, block))
             return LineCta(gmem, smem, batch, head, block, steps)
         if self.q_axis:
-            at, first = (batch, block), block * self.tile.rows
+            coordinates, first = (batch, block), block * self.tile.rows
             tile = self.tile.columns, self.tile.rows
-            blocks = q_tile_range(self.problem, at, first - offset, tile, gmem.bounds)
+            blocks = q_tile_range(self.problem, coordinates, first - offset, tile, gmem.bounds)
         else:
-            at, first = (batch, block), block * self.tile.rows
+            coordinates, first = (batch, block), block * self.tile.rows
             lengths = gmem.aux.kv_lengths
             length = None if lengths is None else lengths[batch]
             blocks = kv_tile_range(
-                self.problem, at, first + offset, self.shape, gmem.bounds, length
+                self.problem, coordinates, first + offset, self.shape, gmem.bounds, length
             )
         return LineCta(gmem, smem, batch, head, block, Steps.of(blocks))
 
     def sources(self, cta: LineCta):
         """Returns [(Q, dO, queries), (K, V, keys)] of the head; what a CTA owns comes first."""
         kv_head = lax.div(cta.head, jnp.int32(self.problem.group))
-        of = lambda array, head: array.at[cta.batch, :, head]
+        of_head = lambda array, head: array.at[cta.batch, :, head]
         gmem = cta.gmem
-        queries = of(gmem.q, cta.head), of(gmem.do, cta.head), gmem.q_length
-        keys = of(gmem.k, kv_head), of(gmem.v, kv_head), gmem.kv_length
+        queries = of_head(gmem.q, cta.head), of_head(gmem.do, cta.head), gmem.q_length
+        keys = of_head(gmem.k, kv_head), of_head(gmem.v, kv_head), gmem.kv_length
         both = (keys, queries) if self.q_axis else (queries, keys)
         return [(*arrays, length(self.problem, cta.batch)) for *arrays, length in both]
 
@@ -284,9 +296,9 @@ class LineSums(DsSums):
         """Returns the sums with one tile's share added."""
         block, smem, pairs = cta.steps[n].block, cta.smem, cta.pairs
         place, slot = Place.of(cta, self.tile, block), pairs.stream.slot(n)
-        fragments, of_rows = cta.fragments
+        fragments, row_vectors = cta.fragments
         inputs = self.inputs.read(fragments, cta.gmem.aux, place, ids=masked)
-        lse, delta = self.vectors(cta, place) if self.q_axis else of_rows
+        lse, delta = self.vectors(cta, place) if self.q_axis else row_vectors
         width, v_width = widths(self.problem)
         product = functools.partial(
             self.matmuls.add, self.matmuls.zeros(*self.shape), transposed=True
@@ -298,8 +310,10 @@ class LineSums(DsSums):
         pairs.second_read(n)
         tile = self.score_tile(cta, place)
         limits = self.limits(cta, tile) if masked else None
-        found = self.terms(tile, Given(s, dp, lse, delta), inputs, limits)
-        return tuple(a + partial_sums(x, self.interpret) for a, x in zip(sums, found, strict=True))
+        terms = self.terms(tile, DsInputs(s, dp, lse, delta), inputs, limits)
+        return tuple(
+            total + partial_sums(x, self.interpret) for total, x in zip(sums, terms, strict=True)
+        )
 
     def score_tile(self, cta: LineCta, place: Place) -> RegisterTile:
         """Returns the positions of a tile of scores."""
@@ -324,7 +338,7 @@ def line_sums(
     names,
     tile: ScoreLines,
     operands: Operands,
-    arrays,
+    arrays: BackwardArrays,
     interpret: bool,
 ):
     """Launches the kernel; returns f32[B, N, T or S up to whole tiles] for each name.
@@ -335,7 +349,7 @@ def line_sums(
         names: names as of `launch` in gpu.launch.score_grads.
         tile: sizes.
         operands: of the call.
-        arrays: BackwardArrays.
+        arrays: those that the kernel reads, without `aux`.
         interpret: run by the interpreter.
     """
     q_axis = int(axes == "columns")
@@ -350,12 +364,12 @@ def line_sums(
         name=f"flash_pallas_portable_scores_{axes}",
         interpret=interpret,
     )
-    found = run(arrays.of_kernel(kernel.inputs, operands, tile))
+    sums = run(arrays.of_kernel(kernel.inputs, operands, tile))
     if q_axis and operands.kv_lengths is not None:
-        key = jnp.arange(found[0].shape[2])[None, None]
+        key = jnp.arange(sums[0].shape[2])[None, None]
         inside = key < operands.kv_lengths[:, None, None]
-        found = tuple(jnp.where(inside, x, jnp.zeros_like(x)) for x in found)
-    return found
+        sums = tuple(jnp.where(inside, x, jnp.zeros_like(x)) for x in sums)
+    return sums
 
 
 # --- sums of dS over batch entries and heads: the gradient of a bias that is [.., T, S] ----------
@@ -420,22 +434,24 @@ class TileSums(DsSums):
     def __call__(self, gmem: BackwardArrays, bias, out, smem: TilesSmem):
         cta = self.place(gmem, bias, smem.whole)
         copies = Copies(self.interpret, cta.warpgroups)
-        several = sharing(self.problem) > 1
+        many_steps = sharing(self.problem) > 1
         names, load = ("q", "k", "do", "v"), functools.partial(self.load, cta)
         stream = Stream(copies, names, self.tile.slots, load)
-        pairs = Pairs(stream, names[:2], names[2:], several, self.tile.turns)
+        pairs = Pairs(stream, names[:2], names[2:], many_steps, self.tile.turns)
         pairs.prologue()
         cta = cta._replace(pairs=pairs)
         kept = None
         if self.tile.keep_bias:
-            kept = tuple(self.own_bias(cta, self.at(cta, 0, 0, piece)) for piece in self.pieces)
+            kept = tuple(
+                self.own_bias(cta, self.piece_place(cta, 0, 0, piece)) for piece in self.pieces
+            )
         zeros = tuple(self.matmuls.zeros(self.tile.rows, size) for _, size in self.pieces)
         step = functools.partial(self.step, cta, kept)
         sums = lax.fori_loop(jnp.int32(0), cta.members.total, step, zeros)
         stream.end()
         target = out.at[divide(cta.own.part, self.problem.bias_shape[1])]  # [parts * Bb, N1]
         for piece, total in zip(self.pieces, sums, strict=True):
-            place = self.at(cta, 0, 0, piece)
+            place = self.piece_place(cta, 0, 0, piece)
             store_accumulator(total, target, (place.row_start, place.column_start), self.interpret)
 
     def place(self, gmem: BackwardArrays, bias, smem: TilesSmem) -> TileCta:
@@ -444,9 +460,9 @@ class TileSums(DsSums):
         warpgroups = Warpgroups(self.interpret, self.tile.warpgroups, rank, smem.barrier)
         own = BiasTiles.of(self.problem, *self.size).at(lax.axis_index("tile"))
         members = members_of(self.problem, own, self.parts, self.size)
-        if gmem.states is not None:  # a tile that no member sees has none
-            some = gmem.states.some[(*bias_place(self.problem, own), *self.block(own))]
-            total = lax.select(some > 0, members.total, jnp.int32(0))
+        if gmem.states is not None:  # a tile that no member sees needs no steps
+            seen = gmem.states.per_bias[(*bias_place(self.problem, own), *self.block(own))]
+            total = lax.select(seen > 0, members.total, jnp.int32(0))
             members = members._replace(total=total)
         return TileCta(gmem, bias.at[bias_place(self.problem, own)], smem, warpgroups, own, members)
 
@@ -468,7 +484,7 @@ class TileSums(DsSums):
         source = getattr(gmem, name).at[batch, :, head]
         return (Copy(source, getattr(cta.smem, name).at[slot], first, limit),)
 
-    def at(self, cta: TileCta, batch, head, piece) -> Place:
+    def piece_place(self, cta: TileCta, batch, head, piece) -> Place:
         """Returns the place of a piece: some columns of this warpgroup's scores of a member."""
         first, size = piece
         column = cta.own.kv_block * self.tile.columns + cta.warpgroups.rank * self.share + first
@@ -483,31 +499,31 @@ class TileSums(DsSums):
         """Returns the sums with one member's share added."""
         gmem, smem, pairs = cta.gmem, cta.smem, cta.pairs
         batch, head = cta.members[n]
-        place, slot = self.at(cta, batch, head, self.pieces[0]), pairs.stream.slot(n)
+        place, slot = self.piece_place(cta, batch, head, self.pieces[0]), pairs.stream.slot(n)
         rows = batch, head, place.rows
         lse, delta = (load_vector(x.at[rows], 0) for x in (gmem.lse, gmem.delta))
         fragments = self.inputs.row_fragments(gmem.aux, place)
         pairs.begin(n)
         matmul, (width, v_width) = functools.partial(self.matmul, cta, slot), widths(self.problem)
         s: list[Any] = [None] * len(self.pieces)
-        if self.tile.slots == 1:  # all of them, as the next tiles take the place of these
+        if self.tile.slots == 1:  # S of all pieces, before the next tiles overwrite Q and K
             s = [matmul(smem.q, smem.k, piece, width) for piece in self.pieces]
         pairs.first_read(n)
-        found = []
+        new_sums = []
         for i, piece in enumerate(self.pieces):
             if self.tile.slots > 1:
                 s[i] = matmul(smem.q, smem.k, piece, width)
             dp = matmul(smem.do, smem.v, piece, v_width)
             if i == len(self.pieces) - 1:
                 pairs.second_read(n)
-            # Of a place that the compiler does not know, a piece is read when its turn has come.
-            place = self.at(cta, batch, head, piece)
+            # The compiler cannot hoist loads from a place that it does not know.
+            place = self.piece_place(cta, batch, head, piece)
             unknown = inline.unknown(place.column_start, self.interpret)
             place = place._replace(column_start=unknown)
             inputs = self.bias_and(cta, fragments, place, None if kept is None else kept[i])
-            given = Given(s[i], dp, lse, delta)
-            found.append(sums[i] + self.gradients(cta, place, given, inputs))
-        return tuple(found)
+            ds_inputs = DsInputs(s[i], dp, lse, delta)
+            new_sums.append(sums[i] + self.gradients(cta, place, ds_inputs, inputs))
+        return tuple(new_sums)
 
     def matmul(self, cta: TileCta, slot, left, right, piece, width: int):
         """Computes all rows of one tile @ some columns of another, f32[rows, size].
@@ -519,14 +535,14 @@ class TileSums(DsSums):
         zeros = self.matmuls.zeros(self.tile.rows, size)
         return self.matmuls.add(zeros, left.at[slot], columns, transposed=True, summed=width)
 
-    def bias_and(self, cta: TileCta, fragments, place: Place, kept):
+    def bias_and(self, cta: TileCta, fragments: RowFragments, place: Place, kept) -> TileInputs:
         """Returns the inputs of all score modifiers at a piece, the bias in f32."""
         inputs = self.inputs.read(fragments, cta.gmem.aux, place)
-        # What is kept stays in 16 bits: converted before the loop it takes twice the registers.
+        # The kept bias stays in 16 bits: converted before the loop it takes twice the registers.
         bias = self.own_bias(cta, place) if kept is None else lax.optimization_barrier(kept)
         return inputs._replace(bias=bias.astype(jnp.float32))
 
-    def gradients(self, cta: TileCta, place: Place, given: Given, inputs):
+    def gradients(self, cta: TileCta, place: Place, ds_inputs: DsInputs, inputs: TileInputs):
         """Computes dS of a piece."""
         start = place.row_start + cta.gmem.offset(self.problem, place.batch)
         tile = RegisterTile(start, place.column_start, place.shape, interpret=self.interpret)
@@ -538,8 +554,8 @@ class TileSums(DsSums):
             sees = self.sees(cta, place.batch, place.head)
             length = lax.select(sees, length, jnp.int32(0))
         limits = tile.limits(self.problem.spec.mask, length)
-        (found,) = self.terms(tile, given, inputs, limits)
-        return found
+        (ds,) = self.terms(tile, ds_inputs, inputs, limits)
+        return ds
 
     def block(self, own: BiasTile):
         """Returns (query block, KV block) of a problem's lists that a tile lies in."""
@@ -549,7 +565,7 @@ class TileSums(DsSums):
 
     def sees(self, cta: TileCta, batch, head):
         """Returns whether lists name the block of the CTA's tile for this entry and head."""
-        states = cta.gmem.states.each
+        states = cta.gmem.states.per_list
         of_list = auxiliary_arrays.entry(self.problem, states.shape, batch, head)
         return states[(*of_list, *self.block(cta.own))] > 0
 
@@ -558,24 +574,24 @@ class States(NamedTuple):
     """States of all blocks of a problem's lists, int32, 0 for those that nothing is seen of.
 
     Attributes:
-        each: [Bb, N1, Q blocks, KV blocks].
-        some: the largest of all entries and heads that share an entry and head of the bias, whose
-            numbers are the first two axes.
+        per_list: [Bb, N1, Q blocks, KV blocks].
+        per_bias: the largest state over the entries and heads that share an entry and head of the
+            bias, [entries, heads, Q blocks, KV blocks].
     """
 
-    each: Any
-    some: Any
+    per_list: Any
+    per_bias: Any
 
     @classmethod
     def of(cls, problem: Problem, operands: Operands, block_kv: int) -> States:
         """Returns the states of a problem with a bias and lists of blocks of `block_kv` keys."""
         blocks = pl.cdiv(problem.kv_len, block_kv)
-        each = block_lists.states_of(operands.block_lists, blocks).astype(jnp.int32)
+        per_list = block_lists.states_of(operands.block_lists, blocks).astype(jnp.int32)
         entries, heads = problem.bias_shape[:2]
-        full = jnp.repeat(each, problem.batch // each.shape[0], axis=0)
-        full = jnp.repeat(full, problem.q_heads // each.shape[1], axis=1)
+        per_head = jnp.repeat(per_list, problem.batch // per_list.shape[0], axis=0)
+        per_head = jnp.repeat(per_head, problem.q_heads // per_list.shape[1], axis=1)
         sizes = entries, problem.batch // entries, heads, problem.q_heads // heads
-        return cls(each, full.reshape(*sizes, *each.shape[2:]).max(axis=(1, 3)))
+        return cls(per_list, per_head.reshape(*sizes, *per_list.shape[2:]).max(axis=(1, 3)))
 
 
 def tile_sums(
@@ -602,11 +618,11 @@ def tile_sums(
         name="flash_pallas_portable_scores_tile",
         interpret=interpret,
     )
-    given = arrays.with_aux(AuxiliaryInputs(problem, 0, interpret), operands)
+    gmem = arrays.with_aux(AuxiliaryInputs(problem, 0, interpret), operands)
     if problem.spec.block_shape:
         states = States.of(problem, operands, problem.spec.block_shape[1])
-        given = given._replace(states=states)
-    return (run(given._replace(aux=given.aux._replace(bias=None)), given.aux.bias),)
+        gmem = gmem._replace(states=states)
+    return (run(gmem._replace(aux=gmem.aux._replace(bias=None)), gmem.aux.bias),)
 
 
 def scores(

@@ -44,7 +44,7 @@ from ...common.smem_tiles import Copies, Copy, Stream, Vector, Warpgroups, buffe
 from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, Slot, fused_width
 from ..base import DELTA, LSE, BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
 
-# Of a thread: those of dV or dK, P and dP together, from which on P is read back. ptxas has 255.
+# If dV or dK, P and dP take as many registers of a thread as this, P is read back. ptxas has 255.
 MOST_REGISTERS = 224
 
 
@@ -88,8 +88,8 @@ class FusedKernel(KvStationary):
         warpgroups = Warpgroups(self.interpret, WARPGROUPS, lax.axis_index("wg"), smem.barrier)
         copies = Copies(self.interpret, warpgroups)
         kv_heads = jnp.int32(self.problem.kv_heads)
-        at = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), block
-        cta = self.place(gmem, smem, copies, at)
+        coordinates = lax.div(pair, kv_heads), lax.rem(pair, kv_heads), block
+        cta = self.place(gmem, smem, copies, coordinates)
         one_loop = len(cta.steps.zones) == 1 and not self.problem.is_listed
         if self.tile.stagger and one_loop:
             cta = cta._replace(steps=cta.steps._replace(shift=block))
@@ -142,7 +142,7 @@ class FusedKernel(KvStationary):
     def weigh(self, cta: KvStationaryCta, n, step: Step, *, masked: bool) -> Slot:
         """Writes P and dS of a warpgroup's queries to shared memory; returns the tile's slot."""
         first, count = cta.copies.warpgroups.part(self.tile.columns)
-        place, weights = self.at(cta, step, (first, count)), cta.smem.weights
+        place, weights = self.tile_place(cta, step, (first, count)), cta.smem.weights
         inputs = self.modifiers(cta, place, masked=masked)
         cta.stream.wait(n)
         slot = cta.smem.streamed.at(cta.stream.slot(n))
@@ -215,12 +215,12 @@ def fused(
         name="flash_pallas_portable_fused",
         interpret=interpret,
     )
-    given = arrays.stacked().of_kernel(kernel.inputs, operands, tile, problem.group)
+    gmem = arrays.stacked().of_kernel(kernel.inputs, operands, tile, problem.group)
 
     def accumulate(refs):
         dq, dk, dv = refs
-        (found,) = run(functools.partial(kernel, dq))(given)
-        dk[...], dv[...] = found
+        (gradients,) = run(functools.partial(kernel, dq))(gmem)
+        dk[...], dv[...] = gradients
 
     # dK and dV are overwritten, and XLA drops their zeros.
     zeros = (jnp.zeros(x.shape, x.dtype) for x in out)
@@ -309,10 +309,10 @@ class Narrow(Kernel):
     sums: DqSums
     interpret: bool
 
-    def __call__(self, found, dq, staging):
+    def __call__(self, tiles, dq, staging):
         batch, head, block = (lax.axis_index(name) for name in ("batch", "head", "q"))
         for part in range(WARPGROUPS):
-            values = self.sums.load(found.at[batch, head, block, part])
+            values = self.sums.load(tiles.at[batch, head, block, part])
             column = part * self.sums.part[1]
             self.matmuls.put(values * self.problem.spec.scale, staging, column, self.sums.grid)
         self.copies.sync()
@@ -320,9 +320,9 @@ class Narrow(Kernel):
         self.copies.store(staging, target, block * self.sums.rows, self.problem.q_len)
 
 
-def narrowed(problem: Problem, sums: DqSums, found):
+def narrowed(problem: Problem, sums: DqSums, tiles):
     """Launches Narrow and returns dQ [B, T, N, H] from the tiles."""
-    blocks = found.shape[2]
+    blocks = tiles.shape[2]
     rows = blocks * sums.rows if sums.interpret else problem.q_len
     shape = problem.batch, rows, problem.q_heads, problem.head_dim
     run = launch(
@@ -334,4 +334,4 @@ def narrowed(problem: Problem, sums: DqSums, found):
         name="flash_pallas_portable_narrow",
         interpret=sums.interpret,
     )
-    return run(found)[:, : problem.q_len]
+    return run(tiles)[:, : problem.q_len]

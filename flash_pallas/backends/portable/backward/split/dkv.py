@@ -50,12 +50,12 @@ class DkvKernel(KvStationary):
     interpret: bool
 
     def __call__(self, gmem: BackwardArrays, out: GradientSums, smem: DkvSmem):
-        # The first keys have the longest columns of a causal mask.
-        at = tuple(lax.axis_index(name) for name in ("batch", "head", "kv"))
+        # With a causal mask, the first keys are seen by the most queries.
+        coordinates = tuple(lax.axis_index(name) for name in ("batch", "head", "kv"))
         shares = self.shares(smem.scores)
-        cta = self.place(gmem, smem.whole, self.copies_of(shares), at)
+        cta = self.place(gmem, smem.whole, self.copies_of(shares), coordinates)
         own, turns = self.own(cta), self.tile.turns
-        if "dk" not in self.wanted:  # dP wants V
+        if "dk" not in self.wanted:  # V is needed for dP alone
             own = own[:1]
         slots = 1 if turns else SLOTS
         stream = Stream(cta.copies, ("q", "do"), slots, functools.partial(self.load, cta))
@@ -69,7 +69,7 @@ class DkvKernel(KvStationary):
             cta.copies.arrived(*own, pending=1 if turns else 2)
         cta = cta._replace(stream=stream)
         zeros = functools.partial(self.matmuls.zeros, self.tile.rows)
-        sums = GradientSums(*(zeros(shares.of(width)[1]) for width in widths(self.problem)))
+        sums = GradientSums(*(zeros(shares.columns(width)[1]) for width in widths(self.problem)))
         sums = GradientSums(*(x if n in self.wanted else None for n, x in sums._asdict().items()))
         sums = cta.steps.fold(functools.partial(self.step, cta), sums, hides_end=not self.interpret)
         stream.end()
@@ -86,10 +86,10 @@ class DkvKernel(KvStationary):
 
     def step(self, cta: KvStationaryCta, n, sums: GradientSums, *, masked: bool) -> GradientSums:
         """Returns the sums with the share of one Q tile added."""
-        # Not all of `anew`, which costs 16 to 28 bytes of spills here on 10.0.
+        # `anew` as a whole would cost 16 to 28 bytes of spills here on 10.0.
         batch, kv_head = lax.optimization_barrier((cta.batch, cta.kv_head))
         cta = cta._replace(batch=batch, kv_head=kv_head)
-        place, q = self.at(cta, cta.steps[n]), cta.smem.q.at[cta.stream.slot(n)]
+        place, q = self.tile_place(cta, cta.steps[n]), cta.smem.q.at[cta.stream.slot(n)]
         rows = place.batch, place.head, place.columns
         inputs = self.modifiers(cta, place, masked=masked)
         lse = load_vector(cta.gmem.lse.at[rows], 1)
@@ -156,12 +156,12 @@ class DkvKernel(KvStationary):
     def add_dv(self, cta: KvStationaryCta, dv, w: Weights):
         """Returns dV with the share of one Q tile added."""
         p = score_tile.operand(self.problem, w)
-        column, _ = self.shares_of(cta).of(widths(self.problem)[1])
+        column, _ = self.shares_of(cta).columns(widths(self.problem)[1])
         return self.matmuls.add(dv, p, cta.smem.do, column=column)  # (3)
 
     def add_dk(self, cta: KvStationaryCta, dk, ds, q):
         """Returns dK with the share of one Q tile added."""
-        column, _ = self.shares_of(cta).of(widths(self.problem)[0])
+        column, _ = self.shares_of(cta).columns(widths(self.problem)[0])
         return self.matmuls.add(dk, ds, q, column=column)  # (4)
 
     def shares_of(self, cta: KvStationaryCta) -> Shares:
@@ -187,7 +187,7 @@ class DkvKernel(KvStationary):
         parts = [(dk, cta.smem.k, width, out.dk), (dv, cta.smem.v, v_width, out.dv)]
         parts = [(values, *places) for values, *places in parts if values is not None]
         for values, staging, width, _ in parts:
-            column, _ = self.shares_of(cta).of(width)
+            column, _ = self.shares_of(cta).columns(width)
             self.matmuls.put(self.zero_padded(cta, values), staging, column)
         cta.copies.sync()
         for _, staging, _, target in parts:
@@ -209,12 +209,18 @@ def dkv(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardA
     columns = sum(widths(problem)) // warpgroups_of(problem)
     if columns <= WIDEST_TOGETHER and not tile.turns:
         return _launch(problem, tile, ("dk", "dv"), operands, arrays, interpret=interpret)
-    each = functools.partial(_launch, operands=operands, arrays=arrays, interpret=interpret)
-    return each(problem, tile, ("dk",))[0], each(problem, tile, ("dv",))[1]
+    launch_one = functools.partial(_launch, operands=operands, arrays=arrays, interpret=interpret)
+    return launch_one(problem, tile, ("dk",))[0], launch_one(problem, tile, ("dv",))[1]
 
 
 def _launch(
-    problem: Problem, tile: TileSizes, wanted, operands, arrays, *, interpret
+    problem: Problem,
+    tile: TileSizes,
+    wanted: tuple[str, ...],
+    operands: Operands,
+    arrays: BackwardArrays,
+    *,
+    interpret: bool,
 ) -> GradientSums:
     blocks = pl.cdiv(problem.kv_len, tile.rows)
     length = blocks * tile.rows if interpret else problem.kv_len
@@ -228,5 +234,5 @@ def _launch(
         name="flash_pallas_portable_" + "".join(wanted).replace("dkdv", "dkv"),
         interpret=interpret,
     )
-    (found,) = run(arrays.of_kernel(kernel.inputs, operands, tile, problem.group))
-    return GradientSums(*(None if x is None else x[:, : problem.kv_len] for x in found))
+    (gradients,) = run(arrays.of_kernel(kernel.inputs, operands, tile, problem.group))
+    return GradientSums(*(None if x is None else x[:, : problem.kv_len] for x in gradients))

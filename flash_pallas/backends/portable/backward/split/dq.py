@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 
 from .....core.mask import Limits
 from .....core.problem import Operands, Problem
+from .....core.scores import TileInputs
 from ....gpu import score_tile
 from ....gpu.launch import launch
 from ....gpu.score_tile import RegisterTile
@@ -95,13 +96,13 @@ class DqKernel(Kernel):
         if not turns:
             cta.copies.arrived(*own, pending=2)
         cta = cta._replace(stream=stream, rows=rows)
-        column, columns = cta.shares.of(widths(self.problem)[0])
+        column, columns = cta.shares.columns(widths(self.problem)[0])
         zeros = self.matmuls.zeros(self.tile.rows, columns)
-        found = cta.steps.fold(
+        dq_sums = cta.steps.fold(
             functools.partial(self.step, cta), zeros, hides_end=not self.interpret
         )
         stream.end()
-        self.matmuls.put(found * self.problem.spec.scale, smem.q, column)
+        self.matmuls.put(dq_sums * self.problem.spec.scale, smem.q, column)
         cta.copies.sync()
         target = dq.at[cta.batch, :, cta.head]
         cta.copies.store(smem.q, target, first, self.problem.q_len)
@@ -118,8 +119,8 @@ class DqKernel(Kernel):
             return cta(steps=Steps.of_list(self.problem, gmem.lists, (batch, head, block)))
         length = None if gmem.aux.kv_lengths is None else gmem.aux.kv_lengths[batch]
         tile = self.tile.rows, self.tile.columns
-        at = batch, block
-        blocks = kv_tile_range(self.problem, at, position, tile, gmem.bounds, length)
+        coordinates = batch, block
+        blocks = kv_tile_range(self.problem, coordinates, position, tile, gmem.bounds, length)
         return cta(steps=Steps.of(blocks))
 
     def own(self, cta: DqCta, name: str, limit) -> Copy:
@@ -158,7 +159,7 @@ class DqKernel(Kernel):
         k = cta.smem.k.at[cta.stream.slot(n)]
         s_dp = (self.in_turns if self.tile.turns else self.products)(cta, n, zeros, k)
         ds = self.score_gradients(cta, block, inputs, s_dp, masked=masked)
-        column, _ = cta.shares.of(widths(self.problem)[0])
+        column, _ = cta.shares.columns(widths(self.problem)[0])
         dq = self.matmuls.add(dq, ds.astype(self.problem.dtype), k, column=column)  # (3)
         if self.tile.turns:
             cta.copies.sync()
@@ -187,7 +188,7 @@ class DqKernel(Kernel):
         cta.stream.wait(n, "k")
         return cta.shares.product(zeros, cta.smem.q, k, width), dp  # (1)
 
-    def score_gradients(self, cta: DqCta, block, inputs, s_dp, *, masked: bool):
+    def score_gradients(self, cta: DqCta, block, inputs: TileInputs, s_dp, *, masked: bool):
         """Computes dS of one tile, f32."""
         s, dp = s_dp
         shape, gmem = s.shape, cta.gmem
@@ -219,5 +220,4 @@ def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardAr
         name="flash_pallas_portable_dq",
         interpret=interpret,
     )
-    found = run(arrays.of_kernel(kernel.inputs, operands, tile))
-    return found[:, : problem.q_len]
+    return run(arrays.of_kernel(kernel.inputs, operands, tile))[:, : problem.q_len]
