@@ -796,7 +796,7 @@ SHARED_AND_HOPPER = (
              "is_causal=causal and left is None", _CUDNN_MASKS),
     Mutation("cudnn, window", "backends/cudnn/backend.py", "else (left, 0)", "else (left + 1, 0)",
              _CUDNN_MASKS),
-    Mutation("cudnn, window", "backends/cudnn/backend.py", "left >= given.q.shape[1] - 1",
+    Mutation("cudnn, window", "backends/cudnn/backend.py", "left >= prepared.q.shape[1] - 1",
              "left >= given.q.shape[1] - 2", _CUDNN_MASKS),
     Mutation("cudnn, lengths", "backends/cudnn/backend.py",
              "padding.cleared(operands, Grads(dq, dk, dv, bias=bias))",
