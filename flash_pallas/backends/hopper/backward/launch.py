@@ -73,7 +73,9 @@ def backward(
     )
 
 
-def _summed_rows(native: Problem, blocks: FusedBlocks | PairedBlocks | SplitBlocks):
+def _summed_rows(
+    native: Problem, blocks: FusedBlocks | PairedBlocks | SplitBlocks
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns `summed_rows` of BackwardArrays.of: for the tiles of Q and K, and of V and dO.
 
     A 0 stands for the kernel of backward/dbias/kernel.py.

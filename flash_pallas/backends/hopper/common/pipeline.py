@@ -125,16 +125,16 @@ def warpgroup_rows(warpgroup):
     return pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
 
-def rows_of(ref, at, tile, column: int | None = None):
-    """Returns ref.at[at] in rows as long as those of `tile`, from `column` on.
+def rows_of(ref, index, tile, column: int | None = None):
+    """Returns ref.at[index] in rows as long as those of `tile`, from `column` on.
 
     The array's may be shorter: see `swizzles`.
     """
     if column is None and ref.shape[-1] == tile.shape[-1]:
-        return ref.at[at]
-    zero = at[0] * 0  # traced: JAX refuses a static slice past the array's end
+        return ref.at[index]
+    zero = index[0] * 0  # traced: JAX refuses a static slice past the array's end
     first = zero if column is None else zero + column
-    return ref.at[(*at, pl.ds(first, tile.shape[-1]))]
+    return ref.at[(*index, pl.ds(first, tile.shape[-1]))]
 
 
 # --- Clusters of CTAs that load together what all of them read ------------------------------------
@@ -220,22 +220,22 @@ class Padding(NamedTuple):
         """
         if valid is None:
             return None
-        whole = pad_axis(valid, 1, -(-valid.shape[1] // tile) * tile, True)
-        holes = ~jnp.all(whole.reshape(len(valid), -1, tile), axis=-1)
+        padded = pad_axis(valid, 1, -(-valid.shape[1] // tile) * tile, True)
+        holes = ~jnp.all(padded.reshape(len(valid), -1, tile), axis=-1)
         # Beyond the end TMA delivers zeros.
         length = within_reach(valid.shape[1])
         return cls(pad_axis(valid, 1, length, True).astype(jnp.int32), holes.astype(jnp.int32))
 
 
-def loader(padding: Padding | None, *how) -> Callable:
+def loader(padding: Padding | None, *options) -> Callable:
     """Returns the function that loads a tile, (source, destination, full, batch, tile).
 
     Args:
         padding: padding of the array's rows; None for plain copies.
-        *how: the other fields of Loader.
+        *options: the other fields of Loader.
     """
     if padding is not None:
-        return Loader(padding, *how)
+        return Loader(padding, *options)
     return lambda source, destination, full, *_: plgpu.copy_gmem_to_smem(source, destination, full)
 
 

@@ -66,23 +66,24 @@ class TileList(NamedTuple):
     rotation: Any = None
 
     @classmethod
-    def of(cls, problem: Problem, lists: BlockLists, at) -> TileList:
+    def of(cls, problem: Problem, lists: BlockLists, own_tile) -> TileList:
         """Returns the list of a tile.
 
         Args:
             problem: what is computed.
             lists: `BlockLists.in_one` of a call, in device memory.
-            at: (batch entry, head, tile); the head of keys for lists of `block_lists.of_keys`.
+            own_tile: (batch entry, head, tile); the head of keys for lists of
+                `block_lists.of_keys`.
         """
-        batch, head, tile = at
+        batch, head, tile = own_tile
         of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
-        start, whole, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
+        start, whole_start, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
         rotation = None
         if lists.rotation is not None:
             tiles = lists.bounds.shape[2]
             heads = lists.rotation.shape[0] // (problem.batch * tiles)
             rotation = lists.rotation[(batch * heads + head) * tiles + tile]
-        return cls(lists.index, start, whole - start, stop - start, rotation)
+        return cls(lists.index, start, whole_start - start, stop - start, rotation)
 
     @property
     def steps(self):

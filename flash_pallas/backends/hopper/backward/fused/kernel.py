@@ -306,20 +306,20 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
         return late_weights(cta, n, tile, early, dp_acc)
 
     cta.q.wait_full(n)
-    found = pl.run_scoped(scores, accumulator)
+    tiles = pl.run_scoped(scores, accumulator)
     if late_dp:
         if far is not None and narrows(cta, masked):
-            found = narrowed(found, problem.dtype)
+            tiles = narrowed(tiles, problem.dtype)
         cta.do.wait_full(n)
-        found = pl.run_scoped(functools.partial(gradients, None, found), accumulator)
-    p, ds = found
+        tiles = pl.run_scoped(functools.partial(gradients, None, tiles), accumulator)
+    p, ds = tiles
     schedule.gradients(cta, n, p, ds, *sums)  # (3) dV += P^T dO, (4) dK += dS^T Q, (5) dQ = dS K
 
 
-def early_weights(cta: FusedCta, rows: TileInputs, at, tile: RegisterTile, s, masked, far):
-    """Computes what can be made of S^T before dP^T has arrived; `at`: (n, its Q block)."""
+def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, s, masked, far):
+    """Computes what can be made of S^T before dP^T has arrived; `q_tile`: (n, its Q block)."""
     problem, auxiliary, shift = cta.problem, AuxiliaryInputs(cta.problem, q_axis=1), None
-    n, block = at
+    n, block = q_tile
     if far is not None:
         query = block * cta.blocks.block_q
         shift = row_shift(problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
@@ -374,8 +374,8 @@ def narrows(cta: FusedCta, masked: bool) -> bool:
     bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where nothing spills
     without narrow tiles.
     """
-    both = cta.launch.part in (Part.ALL, Part.ALL_IF_FAR)
-    return not masked and cta.problem.head_dim < 128 and both
+    two_loops = cta.launch.part in (Part.ALL, Part.ALL_IF_FAR)
+    return not masked and cta.problem.head_dim < 128 and two_loops
 
 
 def narrowed(tiles, dtype):
@@ -409,8 +409,8 @@ def epilogue_of_part(cta: FusedCta, dk, dv):
 
     Straight from registers: four threads write the 32 bytes of a sector.
     """
-    at = cta.own_keys
-    cta.results["dk"][at], cta.results["dv"][at] = dk, dv
+    own_keys = cta.own_keys
+    cta.results["dk"][own_keys], cta.results["dv"][own_keys] = dk, dv
     plgpu.wait_smem_to_gmem(0)  # dQ's adds, where there is no producer
 
 
@@ -721,8 +721,10 @@ class General(Softmax):
 
     def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
         """Returns (P without what dropout drops, pull(P), dropout mask)."""
-        given, share = (s, lse, inputs, limits), cta.blocks.polynomials
-        w = score_tile.weights(cta.problem, tile, *given, polynomials=share, marks=True)
+        share = cta.blocks.polynomials
+        w = score_tile.weights(
+            cta.problem, tile, s, lse, inputs, limits, polynomials=share, marks=True
+        )
         kept = score_tile.dropped(cta.problem, w._replace(marked=False))  # until it has 16 bits
         p, through = lax.optimization_barrier((kept, score_tile.pulled(w)))
         return p, through, w.kept
@@ -762,9 +764,8 @@ class Deferred(Softmax):
 
     def late(self, cta: FusedCta, tile: RegisterTile, early, lse, dp, delta):
         """Computes the exponentials, and dS from them."""
-        spread = tile.per_q(lse), dp, tile.per_q(delta)
-        share = cta.blocks.polynomials
-        return score_tile.of_capped(tile, early, *spread, polynomials=share)
+        lse, delta, share = tile.per_q(lse), tile.per_q(delta), cta.blocks.polynomials
+        return score_tile.of_capped(tile, early, lse, dp, delta, polynomials=share)
 
 
 def softmax_of(problem: Problem, blocks: FusedBlocks) -> Softmax:
@@ -822,10 +823,10 @@ def load_kv(cta: FusedCta):
     keys = (cta.batch, pl.ds(cta.kv_start, cta.blocks.block_kv), cta.kv_head)
     block = lax.div(cta.kv_start, jnp.int32(cta.blocks.block_kv))
     load_k, load_v = loaders(cta, cta.gmem.kv_padding)
-    at = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
+    source = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
     k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.smem.kv_full.at[slot]
-    load_k(at(cta.gmem.k, keys), k, full, cta.batch, block)
-    load_v(at(cta.gmem.v, keys), v, full, cta.batch, block)
+    load_k(source(cta.gmem.k, keys), k, full, cta.batch, block)
+    load_v(source(cta.gmem.v, keys), v, full, cta.batch, block)
 
 
 def place_of(cta: FusedCta, n):
@@ -845,8 +846,8 @@ def load_q(cta: FusedCta, n, place):
     plgpu.copy_gmem_to_smem(lse, cta.smem.lse.at[slot], full, oob_mode=bounds_of_rows(cta))
     auxiliary = AuxiliaryInputs(cta.problem, q_axis=1)
     if auxiliary.copies:
-        where, shared = cta.place(n), pipeline.multicast(cta.blocks.bias_cluster)
-        auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, where, shared)
+        tile_place, shared = cta.place(n), pipeline.multicast(cta.blocks.bias_cluster)
+        auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, tile_place, shared)
 
 
 def load_do(cta: FusedCta, n, place):
@@ -1057,23 +1058,23 @@ def backward_fused(
         runs it; dbias has the dtype and shape of the bias, or is None without blocks.bias_cluster.
     """
     tile = (blocks.block_q, blocks.block_kv)
-    given = arrays.for_rows(problem, operands, 1, tile)
+    gmem = arrays.for_rows(problem, operands, 1, tile)
     factor = softmax_of(problem, blocks).factor(problem)
     if factor != 1.0:
-        given = given.scaled(factor)
+        gmem = gmem.scaled(factor)
     if clears:
-        given = given.with_padding(operands, *tile)
+        gmem = gmem.with_padding(operands, *tile)
 
     launches = launches_of(problem, blocks, interpret)
     if launches[0].part is Part.ALL_IF_NEAR:
-        given = given.with_any_far()
+        gmem = gmem.with_any_far()
     portion = functools.partial(run_portion, launches, arrays)
     starts = origins(problem, blocks)
     results, dbias = {}, None
     if blocks.kv_launches > 1 or by_heads(problem, blocks):  # its parts are put in their places
         dbias = lax.empty(problem.bias_shape, problem.bias_dtype)
     if len(starts) == 1:
-        results, dbias = portion(results, dbias, given)
+        results, dbias = portion(results, dbias, gmem)
         dq = scaled_dq(problem, results["dq"])
     else:
         dq = lax.empty((*arrays.q.shape[:3], problem.head_dim), problem.dtype)
@@ -1082,7 +1083,7 @@ def backward_fused(
             # Begins when the gradients of the portion before it are there: sums of one at a time.
             results, dq, dbias = lax.optimization_barrier((results, dq, dbias))
             origin = jnp.array((*start, NO_PROGRESSION), jnp.int32)
-            results, dbias = portion(results, dbias, given._replace(origin=origin))
+            results, dbias = portion(results, dbias, gmem._replace(origin=origin))
             place = start[0], 0, start[1] * problem.group, 0
             dq = lax.dynamic_update_slice(dq, scaled_dq(problem, results.pop("dq")), place)
     if dbias is None and "dbias" in results:
@@ -1093,19 +1094,21 @@ def backward_fused(
     return dq, dk, dv, dbias
 
 
-def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbias, given):
+def run_portion(
+    launches: tuple[Launch, ...], arrays: BackwardArrays, results, dbias, gmem: BackwardArrays
+):
     """Runs the launches of one portion; returns (results, dbias) with what they add.
 
     Args:
         launches: in their order.
-        like: arrays whose q, k and v have the shapes of gradients.
+        arrays: operands, whose q, k and v have the shapes of gradients.
         results: by name, those that are there already; see `Launch.result_shapes`.
         dbias: gradient of the bias, in which parts are put; None if it is summed at one time.
-        given: what the kernel reads.
+        gmem: what the kernel reads.
     """
     blocks = launches[0].blocks
     for launch in launches:
-        shapes = launch.result_shapes(like)
+        shapes = launch.result_shapes(arrays)
         kept = {name: results[name] for name in shapes if name in results}
         if launch.stores_dq:
             kept |= diagonal.cleared(launch, shapes)
@@ -1113,28 +1116,28 @@ def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbi
             sizes = [shapes[name].shape for name in cleared]
             kept |= zip(cleared, zeros(sizes, launch.interpret, results.get("dk")), strict=True)
         made = {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
-        run = functools.partial(run_launch, launch, like, given, tuple(made))
+        run = functools.partial(run_launch, launch, arrays, gmem, tuple(made))
         kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
         results = kept | made
         if blocks.kv_launches > 1 and launch.part is not Part.ALL_IF_NEAR:  # the other follows
-            results, dbias = put_dbias(launch, results, dbias, given)
+            results, dbias = put_dbias(launch, results, dbias, gmem)
     if "dbias" in results and dbias is not None:
-        results, dbias = put_dbias(launches[0], results, dbias, given)
+        results, dbias = put_dbias(launches[0], results, dbias, gmem)
     return results, dbias
 
 
-def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, names, refs):
+def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, names, refs):
     """Runs one launch.
 
     Args:
         launch: which.
-        like: arrays whose q, k and v have the shapes of gradients.
-        given: what the kernel reads.
+        arrays: operands, whose q, k and v have the shapes of gradients.
+        gmem: what the kernel reads.
         names: names of what it makes.
         refs: (results that it adds to, results that it makes), by name.
     """
     kept, made = refs
-    smem = scratch(launch.problem, launch.blocks, like, launch.interpret)
+    smem = scratch(launch.problem, launch.blocks, arrays, launch.interpret)
     run = launch_kernel(
         functools.partial(kernel, launch, names, kept),
         out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
@@ -1145,18 +1148,18 @@ def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, name
         name="flash_pallas_backward_fused" + "_far" * (launch.part in (Part.FAR, Part.ALL_IF_FAR)),
         interpret=launch.interpret,
     )
-    for name, x in zip(names, run(given), strict=True):
+    for name, x in zip(names, run(gmem), strict=True):
         made[name][...] = x
 
 
-def put_dbias(launch: Launch, results, dbias, given: BackwardArrays):
+def put_dbias(launch: Launch, results, dbias, gmem: BackwardArrays):
     """Puts the gradient of some heads and keys of the bias in its place, and drops its sums."""
     problem, first_key = launch.problem, launch.first_block * launch.blocks.block_kv
     part = gradient_of_bias(problem, results["dbias"], first_key)
-    head = 0 if given.origin is None else given.origin[1] * problem.group
+    head = 0 if gmem.origin is None else gmem.origin[1] * problem.group
     dbias = lax.dynamic_update_slice(dbias, part, (0, head, 0, first_key))
-    others = {name: x for name, x in results.items() if name != "dbias"}
-    return lax.optimization_barrier((others, dbias))
+    other_results = {name: x for name, x in results.items() if name != "dbias"}
+    return lax.optimization_barrier((other_results, dbias))
 
 
 def scaled_dq(problem: Problem, sums):

@@ -168,13 +168,13 @@ class Launch:
 
     def ordered_tile(self, gmem: BackwardArrays, n) -> KvTile:
         """Returns this CTA's KV tile in the n-th entry of this order."""
-        size, whole = self.blocks.bias_cluster, self.pairs // self.blocks.bias_cluster
+        size, pair_clusters = self.blocks.bias_cluster, self.pairs // self.blocks.bias_cluster
         at_once, num_blocks = jnp.int32(self.at_once // size), jnp.int32(self.num_blocks)
         start = lax.div(n, at_once * num_blocks) * at_once  # of its section, in clusters
         within = n - start * num_blocks
-        wide = lax.min(at_once, jnp.int32(whole) - start)
-        pair = (start + lax.rem(within, wide)) * size + pipeline.cluster_rank(size)
-        block = lax.div(within, wide) + self.first_block
+        section_size = lax.min(at_once, jnp.int32(pair_clusters) - start)
+        pair = (start + lax.rem(within, section_size)) * size + pipeline.cluster_rank(size)
+        block = lax.div(within, section_size) + self.first_block
         return self.kv_tile(gmem, pair, block)
 
     def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
@@ -205,12 +205,12 @@ class Launch:
         batch, kv_head, _, shift = tile
         size = self.blocks.block_kv, self.blocks.block_q
         if self.problem.is_listed:
-            at = batch, kv_head, block
-            return QTileList.of(self.problem, gmem, at, *size, mask_all=self.blocks.mask_all)
+            own_tile = batch, kv_head, block
+            return QTileList.of(self.problem, gmem, own_tile, *size, mask_all=self.blocks.mask_all)
         loops = {"mask_all": self.blocks.mask_all, "shift": shift}
         return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
 
-    def result_shapes(self, like: BackwardArrays) -> dict[str, Any]:
+    def result_shapes(self, arrays: BackwardArrays) -> dict[str, Any]:
         """Returns the shapes of what launches write, by name.
 
             dq      f32[entries, T8, N, D] of the batch entries and heads of this launch: sums
@@ -218,28 +218,28 @@ class Launch:
             dbias   f32[Bb, Nb, S, T], up to whole tiles: sums; only with bias_cluster
             stored  i32[pairs]: flags of diagonal.py; only with stores_dq
 
-        `like`: arrays whose q, k and v have the shapes of gradients.
+        `arrays`: operands, whose q, k and v have the shapes of gradients.
         """
         problem, blocks = self.problem, self.blocks
         # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
         # (1.00x).
-        sums = (self.entries, like.q.shape[1], self.heads * problem.group, problem.head_dim)
-        of_k, of_v = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (like.k, like.v))
+        sums = (self.entries, arrays.q.shape[1], self.heads * problem.group, problem.head_dim)
+        of_k, of_v = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (arrays.k, arrays.v))
         if blocks.split_q > 1:  # whole tiles, as what writes them knows no ends
             rows = self.num_blocks * blocks.block_kv
             keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
             of_k = of_v = float32((blocks.split_q, *keys))
-        found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
+        shapes = {"dq": float32(sums), "dk": of_k, "dv": of_v}
         if self.stores_dq:
-            found["stored"] = diagonal.flags(self.pairs)
+            shapes["stored"] = diagonal.flags(self.pairs)
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             if by_heads(problem, blocks):
                 heads = sums[2]
             keys = -(-problem.kv_len // blocks.block_kv) // blocks.kv_launches * blocks.block_kv
             queries = ints.round_up(problem.q_len, blocks.block_q)
-            found["dbias"] = float32((entries, heads, keys, queries))
-        return found
+            shapes["dbias"] = float32((entries, heads, keys, queries))
+        return shapes
 
 
 def launches_of(
@@ -248,18 +248,20 @@ def launches_of(
     """Returns the launches of a portion of the pairs, in order; all portions have the same."""
     pairs = problem.batch * problem.kv_heads // blocks.num_launches
     entries = min(pairs, problem.batch)
-    whole = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
+    all_pairs = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
     num_blocks = -(-problem.kv_len // blocks.block_kv)
-    each = num_blocks // blocks.kv_launches
+    launch_blocks = num_blocks // blocks.kv_launches
     all_tiles = problem.batch * problem.kv_heads * num_blocks
     if blocks.sums_bias and leaves_calls(problem, all_tiles):
         chosen = [(Part.ALL_IF_NEAR, blocks), (Part.ALL_IF_FAR, blocks)]
     else:
-        near, *far = parts(pairs * each, may_leave(blocks) and leaves_in_backward(problem))
+        near, *far = parts(pairs * launch_blocks, may_leave(blocks) and leaves_in_backward(problem))
         chosen = [(near, blocks), *((part, for_far_rows(pairs, blocks)) for part in far)]
     return tuple(
-        dataclasses.replace(whole, blocks=tiles, first_block=first, num_blocks=each, part=part)
-        for first in range(0, num_blocks, each)
+        dataclasses.replace(
+            all_pairs, blocks=tiles, first_block=first, num_blocks=launch_blocks, part=part
+        )
+        for first in range(0, num_blocks, launch_blocks)
         for part, tiles in chosen
     )
 
@@ -316,10 +318,10 @@ def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
     """
     if blocks.num_launches == 1 or not blocks.sums_bias:
         return False
-    whole = problem.batch * problem.kv_heads // blocks.num_launches >= problem.batch
+    whole_heads = problem.batch * problem.kv_heads // blocks.num_launches >= problem.batch
     entries, heads = problem.bias_shape[:2]
     large = 3 * entries * problem.kv_len > problem.batch * problem.head_dim
-    return whole and heads > 1 and (large or blocks.kv_launches > 1)
+    return whole_heads and heads > 1 and (large or blocks.kv_launches > 1)
 
 
 def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
@@ -377,8 +379,8 @@ def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> Fuse
     """
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
     if blocks.sums_bias:
-        several = _portions(problem, blocks, ctas // (LEAST_ROUNDS * num_sms))
-        return _persistent(problem, several, ctas, num_sms)
+        portions = _portions(problem, blocks, ctas // (LEAST_ROUNDS * num_sms))
+        return _persistent(problem, portions, ctas, num_sms)
     return blocks
 
 
@@ -387,9 +389,9 @@ def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
     if problem.kv_len < LEAST_KEYS or most < MOST_PORTIONS:
         return blocks
     for heads in range(MOST_PORTIONS, 1, -1):
-        several = dataclasses.replace(blocks, num_launches=heads)
-        if problem.kv_heads % heads == 0 and may_launch(problem, several):
-            return _portions_of_keys(problem, several, most // heads)
+        portions = dataclasses.replace(blocks, num_launches=heads)
+        if problem.kv_heads % heads == 0 and may_launch(problem, portions):
+            return _portions_of_keys(problem, portions, most // heads)
     return blocks
 
 
@@ -404,9 +406,9 @@ def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> Fused
     )  # twice as wide
     best = blocks
     for portions in range(1, most + 1):
-        several = dataclasses.replace(blocks, kv_launches=portions)
-        if may_launch(problem, several):
-            best = several
+        candidate = dataclasses.replace(blocks, kv_launches=portions)
+        if may_launch(problem, candidate):
+            best = candidate
             if 2 * SHARE_OF_Q * sums <= portions * of_q:
                 break
     return best
@@ -418,12 +420,12 @@ def _persistent(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) 
         return blocks
     # SMs come in pairs. Of clusters of four, 30 fit on 132.
     clusters = num_sms // blocks.bias_cluster
-    each = ctas // (blocks.bias_cluster * blocks.num_launches * blocks.kv_launches)
-    if clusters == 1 or each < LEAST_TILES * clusters:
+    kv_tiles = ctas // (blocks.bias_cluster * blocks.num_launches * blocks.kv_launches)
+    if clusters == 1 or kv_tiles < LEAST_TILES * clusters:
         return blocks
-    several = dataclasses.replace(blocks, persistent_clusters=clusters, kv_stages=slots)
-    room = fits(scratch(problem, several))
-    return several if room and may_be_persistent(problem, several) else blocks
+    persistent = dataclasses.replace(blocks, persistent_clusters=clusters, kv_stages=slots)
+    room = fits(scratch(problem, persistent))
+    return persistent if room and may_be_persistent(problem, persistent) else blocks
 
 
 MOST_SPLITS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
@@ -461,10 +463,10 @@ def choose_split_q(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
     return max(1, min(MOST_SPLITS, parts))
 
 
-def summed(parts, like):
-    """Returns the sum of the parts of a gradient in their order, in dtype and shape of `like`."""
-    keys, columns = like.shape[1], like.shape[3]
-    return functools.reduce(jnp.add, parts)[:, :keys, :, :columns].astype(like.dtype)
+def summed(parts, operand):
+    """Sums the parts of a gradient in their order; returns it in dtype and shape of `operand`."""
+    keys, columns = operand.shape[1], operand.shape[3]
+    return functools.reduce(jnp.add, parts)[:, :keys, :, :columns].astype(operand.dtype)
 
 
 # --- What a CTA knows: its refs, its KV tiles and their range of Q tiles --------------------------
@@ -657,14 +659,14 @@ class FusedCta:
         `reduction_op`: None to store it.
         """
         (head, rows), batch = tile, self.batch
-        if (first := self.gmem.origin) is not None:
-            batch, head = batch - first[0], head - first[1] * self.problem.group
+        if (origin := self.gmem.origin) is not None:
+            batch, head = batch - origin[0], head - origin[1] * self.problem.group
         if self.blocks.dq_by_rows:
             size = self.dq_shape[0]
-            at = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
+            index = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
         else:
-            at = batch, rows, head, self.dq_columns(wg)
-        target = self.results["dq"].at[at]
+            index = batch, rows, head, self.dq_columns(wg)
+        target = self.results["dq"].at[index]
         plgpu.copy_smem_to_gmem(self.dq_buffer(wg), target, reduction_op=reduction_op)
 
     @property

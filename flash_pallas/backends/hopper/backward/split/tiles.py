@@ -278,12 +278,12 @@ def dq_scratch(
         blocks.warpgroups,
         AuxiliaryInputs(problem, q_axis=0),
     )
-    of = lambda name: () if arrays is None else (getattr(arrays, name),)
+    copied = lambda name: () if arrays is None else (getattr(arrays, name),)
     smem = DqSmem(
-        q=buffer((block_q, problem.head_dim), *of("q")),
-        do=buffer((block_q, problem.v_head_dim), *of("do")),
-        k=buffer((blocks.k_stages, block_kv, problem.head_dim), *of("k")),
-        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim), *of("v")),
+        q=buffer((block_q, problem.head_dim), *copied("q")),
+        do=buffer((block_q, problem.v_head_dim), *copied("do")),
+        k=buffer((blocks.k_stages, block_kv, problem.head_dim), *copied("k")),
+        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim), *copied("v")),
         lse=row_buffer((block_q,)),
         delta=row_buffer((block_q,)),
         auxiliary=auxiliary.buffers(blocks.k_stages, block_q, block_kv),

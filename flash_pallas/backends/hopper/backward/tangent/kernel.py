@@ -134,9 +134,9 @@ class PushKernel:
         cta = self.feed(cta)
         widths = [(self.problem.head_dim, self.problem.v_head_dim)[i] for i in self.results]
         accumulators = [plgpu.ACC((WARPGROUP_ROWS, width), jnp.float32) for width in widths]
-        found = pl.run_scoped(functools.partial(self.fold, cta), *accumulators)
+        tangents = pl.run_scoped(functools.partial(self.fold, cta), *accumulators)
         self.drain(cta)
-        self.store(cta, found)
+        self.store(cta, tangents)
 
     def tiles(self, arrays: BackwardArrays, batch, block):
         """Returns the tiles of columns that a CTA goes through."""
@@ -307,9 +307,9 @@ class PushKernel:
         dp = p * (ds * self.problem.spec.scale - queries[0])
         return p, dp, w.kept, queries[1:]
 
-    def score_gradients(self, cta: PushCta, slot, given, dp_acc, ddp_acc):
-        """Computes (dS, dS') of a tile, f32, from P and P'."""
-        (p, dp, kept, (delta, ddelta)), count = given, self.matmuls.count
+    def score_gradients(self, cta: PushCta, slot, weights, dp_acc, ddp_acc):
+        """Computes (dS, dS') of a tile, f32, from P and P'; `weights` as `weights` returns them."""
+        (p, dp, kept, (delta, ddelta)), count = weights, self.matmuls.count
         b, db, e, de = self.operands(cta, slot, 1)
         self.matmuls.multiply(dp_acc, b, e, transposed=True)
         self.matmuls.multiply(ddp_acc, db, e, transposed=True)
@@ -328,10 +328,10 @@ class PushKernel:
         shape = WARPGROUP_ROWS, self.blocks.columns
         return RegisterTile(*starts, shape, q_axis=self.q_axis, interpret=self.interpret)
 
-    def store(self, cta: PushCta, found):
+    def store(self, cta: PushCta, tangents):
         """Scales the results and writes them through rows that only this warpgroup reads."""
         rows = pl.ds(cta.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        for result, out, x in zip(self.results, cta.out, found, strict=True):
+        for result, out, x in zip(self.results, cta.out, tangents, strict=True):
             tile = cta.smem.own[2 * result]
             x = (
                 x * self.problem.spec.scale
