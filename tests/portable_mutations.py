@@ -60,7 +60,7 @@ PORTABLE = (
              "group + step.member", "group",
              _portable("everything")),
     Mutation("portable, bias", "backends/gpu/auxiliary_arrays.py",
-             "return found, head if shape[1] > 1 else 0", "return found, 0",
+             "return shared_entry, head if shape[1] > 1 else 0", "return shared_entry, 0",
              _portable("everything")),
     Mutation("portable, dropout", "backends/portable/backward/split/dkv.py",
              "score_tile.gained(self.problem, sums.dv)", "sums.dv",

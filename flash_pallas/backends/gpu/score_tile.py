@@ -104,8 +104,8 @@ def logits(
 ) -> Logits:
     """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels."""
     inputs, some, again = look(tile, inputs)
-    found = scores.logits(spec, tile, s, inputs, hides=some is None, relative=relative)
-    x = found.x
+    unmasked = scores.logits(spec, tile, s, inputs, hides=some is None, relative=relative)
+    x = unmasked.x
     if some is not None:
         hide = lambda: jnp.where(again() == -math.inf, hidden, x)
         x = lax.cond(some > 0, hide, lambda: x)
@@ -114,7 +114,7 @@ def logits(
     visible = scores.visible(spec, tile, inputs)
     if visible is not None:
         x = jnp.where(visible, x, hidden)
-    return found._replace(x=x)
+    return unmasked._replace(x=x)
 
 
 def look(tile: RegisterTile, inputs: TileInputs) -> tuple[TileInputs, Any, Any]:
@@ -150,12 +150,12 @@ def with_bias(problem: Problem, inputs: TileInputs, bias, again: Callable, some=
     if problem.bias_shape[2:] == (1, 1) or problem.spec.only_caps:
         return inputs._replace(bias=bias)
 
-    def found(interpret: bool):
+    def look_at_bias(interpret: bool):
         if some is None:
             return *infinities.looked_at(bias, interpret), again
         return bias, some(interpret), again
 
-    return inputs._replace(bias=bias, bias_look=found)
+    return inputs._replace(bias=bias, bias_look=look_at_bias)
 
 
 def _within_interval(tile: RegisterTile, x, inputs: TileInputs, hidden: float):
@@ -199,8 +199,8 @@ def row_shift(problem: Problem, auxiliary: AuxiliaryGmem, far, head, query, some
     first = far - 1 + member * rows + query
 
     def subtract(tile: RegisterTile, x):
-        given = auxiliary.shift, first, tile.q_axis, tile.interpret
-        less = lambda: online_softmax.less_shift(x, *given)
+        shift, q_axis = auxiliary.shift, tile.q_axis
+        less = lambda: online_softmax.less_shift(x, shift, first, q_axis, tile.interpret)
         return less() if some is None else lax.cond(some > 0, less, lambda: x)
 
     return subtract
@@ -338,8 +338,8 @@ def may_defer(problem: Problem) -> bool:
     spec = problem.spec
     if spec.softcap is None or spec.softcap < _LOWEST_CAP or far_of(spec, problem.dtype):
         return False
-    other = spec.modifiers - {"softcap", "mask_mod"}
-    return not other and problem.bias_shape is None
+    other_modifiers = spec.modifiers - {"softcap", "mask_mod"}
+    return not other_modifiers and problem.bias_shape is None
 
 
 def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
@@ -347,8 +347,8 @@ def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: 
 
     One tile says what P and pull(P) say in two.
     """
-    found = logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
-    return found.x, found.log2_scale
+    over_cap = logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
+    return over_cap.x, over_cap.log2_scale
 
 
 def of_capped(tile: RegisterTile, held, lse, dp, delta, *, polynomials: float = 0.0):
@@ -383,11 +383,11 @@ def pushed(problem: Problem, tile: RegisterTile, held: tuple[Any, Any], dqk, mov
     if problem.bias_shape is not None:
         pull = _zero_where_hidden(p, pull)
     dx, dparams = pull(p)
-    found: Any = dx * dz
+    tangents: Any = dx * dz
     for by_param, tangent in zip(dparams, moved.score_params, strict=False):
         if tangent is not None and by_param is not None:
-            found = found + by_param * spread(tangent)
-    return found
+            tangents = tangents + by_param * spread(tangent)
+    return tangents
 
 
 def _zero_where_hidden(p, pull, marked: bool = False):

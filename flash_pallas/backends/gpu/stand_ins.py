@@ -43,10 +43,10 @@ def call(function: Callable, shape: tuple[int, ...], *args, divide: Callable = l
     values = tape.constants | dict(zip(names, inputs, strict=True))
     read = lambda x: x.val if isinstance(x, Literal) else values[x]
     for primitive, params, operands, made in tape.needed(results):
-        given = [read(x) for x in operands]
+        arguments = [read(x) for x in operands]
         if primitive.name in ELEMENTWISE or primitive.name == "broadcast_in_dim":
-            given = [fill(x, shape) for x in given]
-        values.update(zip(made, bind(primitive, params, given, shape, divide), strict=True))
+            arguments = [fill(x, shape) for x in arguments]
+        values.update(zip(made, bind(primitive, params, arguments, shape, divide), strict=True))
     return jax.tree.unflatten(jax.tree.structure(form), [read(x) for x in results])
 
 
@@ -55,13 +55,13 @@ def bind(primitive, params: dict, operands: list, shape, divide: Callable) -> li
     if primitive.name == "div" and operands[0].dtype == jnp.float32:
         return [divide(*operands)]
     if stand_in := STAND_INS.get(primitive.name):
-        found = call(functools.partial(stand_in, **params), shape, *operands, divide=divide)
-        if found is not None:
-            return [found]
+        replacement = call(functools.partial(stand_in, **params), shape, *operands, divide=divide)
+        if replacement is not None:
+            return [replacement]
     if params.get("sharding") is not None:  # of arrays on a mesh; Mosaic GPU takes none
         params = {**params, "sharding": None}
-    found = primitive.bind(*operands, **params)
-    return found if primitive.multiple_results else [found]
+    results = primitive.bind(*operands, **params)
+    return results if primitive.multiple_results else [results]
 
 
 def _like(x, value):

@@ -74,7 +74,9 @@ def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
     CTA r keeps the part from CTA i at place (i - r - 1) modulo the number of CTAs.
     """
     part, thread, rank = _part(tile, size), cluster.thread(), splat(rank)
-    at = lambda ref, i: arith.addi(cluster.address(ref), arith.muli(i, i32_constant(part)))
+    part_address = lambda ref, i: arith.addi(
+        cluster.address(ref), arith.muli(i, i32_constant(part))
+    )
     place = arith.addi(arith.subi(rank, thread), i32_constant(size - 1))
     place = arith.andi(place, i32_constant(size - 1))
     cluster.emit(
@@ -86,8 +88,8 @@ def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
         f" [to], [$2], {part}, [full]; }}",
         thread,
         rank,
-        at(tile, thread),
-        at(received, place),
+        part_address(tile, thread),
+        part_address(received, place),
         cluster.address(barrier),
     )
     cluster.emit_wait(barrier, parity)
@@ -108,7 +110,7 @@ def _add_body(size: int, swizzle: int, _, tile, received, target, rank):
     out = arith.addi(out, arith.extui(i64, arith.muli(offset, i32_constant(4))))
     at_once = WARPGROUP * PIECE
     for i, start in enumerate(range(0, part, at_once)):
-        loaded = [_load_word(theirs, other * part + start) for other in range(size - 1)]
+        loaded = [_load_word(theirs, sender * part + start) for sender in range(size - 1)]
         total = _sum([_load_word(mine, start), *loaded], tile.type.element_type)
         # Eight rows of dS^T take one or two rounds, each as many columns.
         down, right = divmod(i, 8 * of_row * swizzle // at_once)
@@ -118,14 +120,14 @@ def _add_body(size: int, swizzle: int, _, tile, received, target, rank):
 def _load_word(address, offset: int):
     """Loads two 32-bit registers from shared memory."""
     i32 = ir.IntegerType.get_signless(32)
-    found = llvm.inline_asm(
+    words = llvm.inline_asm(
         llvm.StructType.get_literal([i32] * 2),
         [address],
         f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset}];",
         "=r,=r,r",
         has_side_effects=True,
     )
-    return [llvm.extractvalue(i32, found, [i]) for i in range(2)]
+    return [llvm.extractvalue(i32, words, [i]) for i in range(2)]
 
 
 def _sum(loaded, element):

@@ -96,17 +96,17 @@ class _Rows(TilePieces):
 
 def _store_body(_, tile, target, first, low, high):
     pieces = _Rows(tile, target, first)
-    each = i32_constant(pieces.of_row)
+    row_pieces = i32_constant(pieces.of_row)
     end = i32_constant(WARPGROUP_ROWS * pieces.of_row)
     # A loop, as the state of the next tile takes most registers here.
     loop = scf.ForOp(pieces.thread, end, i32_constant(WARPGROUP))
     with ir.InsertionPoint(loop.body):
         number = opaque(loop.induction_variable)
-        row, piece = arith.divui(number, each), arith.remui(number, each)
+        row, piece = arith.divui(number, row_pieces), arith.remui(number, row_pieces)
         branch = scf.IfOp(_within(row, low, high))
         with ir.InsertionPoint(branch.then_block):
-            found = vector.load(pieces.type, tile, pieces.in_tile(row, piece))
-            llvm.store(found, pieces.in_array(row, piece), alignment=PIECE_BYTES)
+            elements = vector.load(pieces.type, tile, pieces.in_tile(row, piece))
+            llvm.store(elements, pieces.in_array(row, piece), alignment=PIECE_BYTES)
             scf.yield_([])
         scf.yield_([])
 
@@ -117,7 +117,7 @@ def _store_values_body(_, values, target, first, low, high):
     exists = arith.cmpi(arith.CmpIPredicate.slt, thread, i32_constant(WARPGROUP_ROWS))
     branch = scf.IfOp(arith.andi(exists, _within(thread, low, high)))
     with ir.InsertionPoint(branch.then_block):
-        found = memref.load(values, [arith.index_cast(index, thread)])
+        number = memref.load(values, [arith.index_cast(index, thread)])
         place = arith.addi(splat(first), thread)
-        memref.store(found, target, [arith.index_cast(index, place)])
+        memref.store(number, target, [arith.index_cast(index, place)])
         scf.yield_([])
