@@ -341,7 +341,7 @@ SHARED_AND_HOPPER = (
              "return (1,) if self.whole_dq", "return (0,) if self.whole_dq",
              "test_hopper_interpreted.py::test_kernels[d96_causal]"),
     Mutation("without a producer dQ is added late", "backends/hopper/backward/fused/tiles.py",
-             "late = dataclasses.replace(alone, late_handover=True)", "late = alone",
+             "late = dataclasses.replace(inline_loads, late_handover=True)", "late = inline_loads",
              "test_dispatch.py::test_dq_is_added_after_the_turn_without_a_producer[96]"),
     Mutation("V in registers", "backends/hopper/backward/fused/kernel.py",
              "v = cta.smem.v.at[cta.kv_slot, warpgroup_rows(cta.wg)]",

@@ -44,15 +44,15 @@ def infer_targets(capability: Callable[[], str | None]) -> None:
     Args:
         capability: called for each kernel; returns such as "9.0", or None for the default device's.
     """
-    here = utils._infer_arch
+    infer_default = utils._infer_arch
 
-    def there() -> tuple[int, int]:
+    def infer_target() -> tuple[int, int]:
         if (target := capability()) is None:
-            return here()
+            return infer_default()
         major, minor = map(int, target.split("."))
         return major, minor
 
-    utils._infer_arch = there
+    utils._infer_arch = infer_target
 
 
 # --- The kernels that were lowered ----------------------------------------------------------------

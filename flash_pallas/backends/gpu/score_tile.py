@@ -211,10 +211,12 @@ class Weights(NamedTuple):
 
     p: Any  # f32, 0 where hidden; without dropout. See also `marked`
     kept: Any  # bool, or None without dropout
-    pull: Any  # see core.scores.Logits
+    pull: Callable  # see core.scores.Logits
     marked: bool = False  # p is NaN for keys with a bias of -inf
     interpret: bool = False
-    capped: Any = None  # pull of a softcap alone next to a bias, which may make NaN of padding
+    capped: Callable | None = (
+        None  # pull of a softcap alone next to a bias, which may make NaN of padding
+    )
 
 
 def marks_hidden(problem: Problem) -> bool:

@@ -122,12 +122,12 @@ class _Units:
             if not self.wide:
                 yield from self._below(row, column, starts)
                 return
-            # A branch also where every thread takes it, of which the compiler does not know: past
-            # it ptxas fetches no fragments ahead, which at head dim 512 took all registers.
-            there = less(column, i32_constant(self.per_row))
+            # A branch even where every thread takes it, which the compiler cannot see: ptxas
+            # fetches no fragments ahead across it, which at head dim 512 took all registers.
+            has_units = less(column, i32_constant(self.per_row))
             if self.slots == self.per_row:
-                there = less(i32_constant(-1), opaque(self.limit))
-            with ir.InsertionPoint(scf.IfOp(there).then_block):
+                has_units = less(i32_constant(-1), opaque(self.limit))
+            with ir.InsertionPoint(scf.IfOp(has_units).then_block):
                 yield from self._below(row, column, starts)
                 scf.yield_([])
             return

@@ -68,7 +68,7 @@ def _with_marked_body(scale, _, tile, bias):
     low = lambda word: assembly(i32, "prmt.b32 $0, $1, $2, 0x1054;", word, one)
     high = lambda word: arith.ori(arith.andi(word, upper), one)
     halves = {x: (low(word), high(word)) for x, word in _words(bias).items()}
-    wide = {x: [llvm.bitcast(f32, half) for half in both] for x, both in halves.items()}
+    wide = {x: [llvm.bitcast(f32, half) for half in words] for x, words in halves.items()}
     registers, code = tile.registers.copy(), "fma.rn.ftz.f32 $0, $1, $2, $3;"
     for index in np.ndindex(*registers.shape):
         added = wide[bias.registers[index]]
@@ -99,9 +99,9 @@ def with_marked(tile, scale: float, bias, interpret: bool):
     return run(tile, bias)
 
 
-def _of_bias(tile, result, body):
+def _of_bias(tile, result_type, body):
     half = "bf16" if tile.dtype == jnp.bfloat16 else "f16"
-    run = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)
+    run = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result_type)
     return run(functools.partial(body, half))(tile)
 
 

@@ -75,7 +75,7 @@ class PackedGqa:
         if self.interpret:
             tile[...] = jnp.zeros(tile.shape, tile.dtype)
             columns = pl.ds(0, source.shape[-1])
-            self.each(lambda i, place: _set(tile, (i, columns), source[place]))
+            self.visit(lambda i, place: _set(tile, (i, columns), source[place]))
             return
         refs = plgpu.RefType(), plgpu.RefType(tile_transforms(swizzle, tile.dtype))
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -87,7 +87,7 @@ class PackedGqa:
         if self.interpret:
             width = min(tile.shape[-1], target.shape[-1])
             columns = pl.ds(0, width)
-            self.each(lambda i, place: _set(target, (*place, columns), tile[i, columns]))
+            self.visit(lambda i, place: _set(target, (*place, columns), tile[i, columns]))
             return
         refs = plgpu.RefType(tile_transforms(swizzle, tile.dtype)), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -96,7 +96,7 @@ class PackedGqa:
     def store_values(self, values, target):
         """Copies one f32 per row, [rows] in shared memory, to [group, queries] in device memory."""
         if self.interpret:
-            self.each(lambda i, place: _set(target, place[::-1], values[i]))
+            self.visit(lambda i, place: _set(target, place[::-1], values[i]))
             return
         refs = plgpu.RefType(), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -142,7 +142,7 @@ class PackedGqa:
         row = lax.min(self.start + jnp.arange(self.size, dtype=jnp.int32), self.total - 1)
         return lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
 
-    def each(self, copy):
+    def visit(self, copy):
         """Calls copy(i, (query, head)) for every row i that exists."""
         for i in range(self.most):
             row = self.start + i

@@ -38,7 +38,7 @@ def load_scaled(rows: PackedGqa, source, tile, inverse, swizzle: int):
     if rows.interpret:
         tile[...] = jnp.zeros(tile.shape, tile.dtype)
         inverse[...] = jnp.ones(inverse.shape, inverse.dtype)
-        rows.each(functools.partial(_copy, source, tile, inverse))
+        rows.visit(functools.partial(_copy, source, tile, inverse))
         return
     refs = plgpu.RefType(), plgpu.RefType(tile_transforms(swizzle, tile.dtype)), plgpu.RefType()
     run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))

@@ -46,7 +46,7 @@ class Some:
             swizzle: swizzle of the tile, in bytes.
         """
         if self.interpret:
-            self._each(tile, target)
+            self._copy_rows(tile, target)
             return
         refs = plgpu.RefType(tile_transforms(swizzle, tile.dtype)), plgpu.RefType()
         plgpu.inline_mgpu(arg_types=(*refs, *_SPLATS))(_store_body)(tile, target, *self._bounds)
@@ -54,7 +54,7 @@ class Some:
     def store_values(self, values, target):
         """Copies one f32 per row, [64] in shared memory, to [rows] in device memory."""
         if self.interpret:
-            self._each(values, target)
+            self._copy_rows(values, target)
             return
         refs = plgpu.RefType(), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, *_SPLATS))(_store_values_body)
@@ -64,7 +64,7 @@ class Some:
     def _bounds(self):
         return tuple(jnp.int32(x) for x in (self.first, self.low, self.high))
 
-    def _each(self, source, target):
+    def _copy_rows(self, source, target):
         least, most = jnp.int32(0), jnp.int32(WARPGROUP_ROWS)
 
         @pl.loop(lax.max(self.low, least), lax.min(self.high, most))

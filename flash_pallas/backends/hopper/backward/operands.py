@@ -247,8 +247,8 @@ class KvTileRange(NamedTuple):
     @property
     def total(self):
         """Number of blocks."""
-        # In these words LLVM sees that the loop over them runs. Where it might not, ptxas ends dQ
-        # before every step, lest its registers be needed after the loop (C7517).
+        # Written like this, LLVM sees that the loop runs at least once. Otherwise ptxas ends dQ
+        # before every step, as its registers might be needed after the loop (C7517).
         if self.everywhere:
             return jnp.int32(ints.maximum(self.stop - self.start, 1))
         return jnp.int32(self.stop - self.start)
@@ -411,8 +411,8 @@ class QTileRange:
         full_start = ints.minimum(full_start, stop)
         ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
         if masks == "some" and arrays.bounds is None:
-            # What is known of a number of steps, at short lengths say, makes ptxas peel off one or
-            # end every wgmma at once (C7512). So does this barrier where nothing is known (with a
+            # A number of steps that is known, at short lengths say, makes ptxas peel off one or end
+            # every wgmma at once (C7512). So does this barrier where the number is unknown (with a
             # window, GQA and segment ids together).
             ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
         start, full_start, full_stop, stop = ends

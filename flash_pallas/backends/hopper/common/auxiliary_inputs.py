@@ -251,7 +251,7 @@ class AuxiliaryInputs:
         if (size := self.problem.bias_shape) is not None:
             streamed = None if smem is None else smem.bias
             wide = functools.partial(self.wide, fragments.bias, streamed, size)
-            # The second time not what registers still have.
+            # With the barrier it is read from shared memory again, not kept in registers.
             again = lambda: wide(lax.optimization_barrier(slot), shape, rows)
             some = None
             if smem is not None and self.kind(size) == "columns":

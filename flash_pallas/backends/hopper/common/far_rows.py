@@ -16,10 +16,10 @@ import enum
 from ....core.problem import Problem
 from ...gpu.ptx.online_softmax import far_of
 
-# Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
-# nothing to do takes its SM for about a microsecond.
+# Pairs of a batch entry and a KV head: the backward's second launch has a CTA for each. One that
+# has nothing to do occupies its SM for about a microsecond.
 MOST_PAIRS = 512
-# Of tiles or KV blocks, eight for each SM: shorter calls would notice 2 us more.
+# Least number of tiles or KV blocks, eight for each SM: in shorter calls 2 us more would show.
 ENOUGH = 1056
 
 
@@ -28,7 +28,7 @@ class Part(enum.Enum):
 
     ALL = "all"
     NEAR = "near"  # small logits; it says where there were others
-    FAR = "far"  # what NEAR has left
+    FAR = "far"  # the rows that NEAR has left
     ALL_IF_NEAR = "all if near"  # none, if some row of the call has large logits
     ALL_IF_FAR = "all if far"  # none, if no row has
 

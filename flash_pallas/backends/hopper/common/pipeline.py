@@ -30,7 +30,7 @@ class Ring(NamedTuple):
     full: Any
     empty: Any
     slots: int
-    refill: Any = None  # called with the use that a released slot is free for
+    refill: Callable[[Any], Any] | None = None  # called with the next fill of a released slot
     before: Any = 0  # uses before the one that is counted as number 0
 
     def use(self, n):
@@ -93,7 +93,7 @@ def swizzles(width: int, dtype, *columns: int) -> list[int]:
 def tile_buffer(shape, dtype, swizzle: int | None = None):
     """Returns the shared memory of a tile for TMA and wgmma.
 
-    Rows are whole multiples of the swizzle, which is the widest unless told (in bytes).
+    A row is a multiple of the swizzle, in bytes; None is the widest that divides it.
     """
     swizzle = swizzle or swizzles(shape[-1], dtype)[0]
     columns = swizzle // jnp.dtype(dtype).itemsize

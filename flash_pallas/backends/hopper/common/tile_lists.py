@@ -12,7 +12,7 @@ from ....core.block_lists import BlockLists
 from ....core.problem import Problem
 from ...gpu import auxiliary_arrays
 
-# Of what a head of the backward reads of the queries, and adds to them: more does not stay in L2.
+# Bytes that a head of the backward reads of Q and dO and adds to dQ: more does not stay in L2.
 # bf16, 109,632 tokens (112 MB), 7 heads, each block of queries with 64 blocks of keys: with rotated
 # lists 1.50 times as fast with blocks of 128, whose dQ, dO and Q were all read from device memory
 # (H100), and dK/dV 1.03 with blocks of 64 (H200). 32k tokens (34 MB): 0.98 to 1.00. Lists of keys

@@ -309,7 +309,12 @@ class DbiasKernel:
 
 
 def score_sums(
-    problem: Problem, sums, operands: Operands, arrays: BackwardArrays, producer: bool, interpret
+    problem: Problem,
+    sums,
+    operands: Operands,
+    arrays: BackwardArrays,
+    producer: bool,
+    interpret: bool,
 ):
     """Launches the kernel; returns one array per name.
 
@@ -413,7 +418,7 @@ class DbiasCta:
     smem: DbiasSmem
     bars: DbiasBarriers
     wg: Any
-    refill: Any = None  # of the ring
+    refill: Callable[[Any], Any] | None = None  # of the ring
 
     @property
     def owned(self) -> BiasTile:

@@ -53,7 +53,7 @@ def sum_dbias(cta: FusedCta):
 
 def _sum_kv_tile(cta: FusedCta, kv_index):
     """Adds up dS of all Q tiles of one KV tile."""
-    cta = cta.at(kv_index)
+    cta = cta.at_kv_tile(kv_index)
 
     @pl.loop(jnp.int32(0), cta.q_tiles.total)
     def _(n):

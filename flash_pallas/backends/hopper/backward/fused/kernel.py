@@ -59,7 +59,7 @@ from ..operands import BackwardArrays, QTileList, QTileRange
 from . import diagonal
 from .dbias import gradient_of_bias, sum_dbias
 from .diagonal import OwnTiles
-from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
+from .launches import FusedCta, KvTile, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
     WARPGROUPS,
     FusedBlocks,
@@ -70,7 +70,7 @@ from .tiles import (
 
 # --- A CTA: its KV tiles, and the roles of its warpgroups -----------------------------------------
 
-LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # where rows with large logits are known not to be
+LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # launches that have no rows with large logits
 
 
 def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
@@ -154,7 +154,7 @@ def persistent_cta(
     return dataclasses.replace(cta, kv_tiles=kv_tiles)
 
 
-def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange | QTileList) -> FusedCta:
+def cta_at(launch: Launch, refs, tile: KvTile, q_tiles: QTileRange | QTileList) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
     blocks, (results, gmem, smem) = launch.blocks, refs
     return FusedCta(
@@ -202,12 +202,12 @@ def consume(cta: FusedCta):
 
         @pl.loop(jnp.int32(0), cta.kv_tiles[0])
         def _(n):
-            pl.run_scoped(functools.partial(consume_kv_tile, cta.at(n)), *sums)
+            pl.run_scoped(functools.partial(consume_kv_tile, cta.at_kv_tile(n)), *sums)
 
     if cta.blocks.split_q == 1:
         plgpu.wait_smem_to_gmem(0)
     if cta.blocks.sums_bias:
-        cta.sums.drain(cta.total)  # nobody reads dS of this CTA any more
+        cta.sums.drain(cta.total)  # afterwards no CTA reads dS of this one
 
 
 def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
@@ -218,7 +218,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     problem, schedule, part = cta.problem, mma_schedule(cta.blocks), cta.launch.part
     auxiliary, far = AuxiliaryInputs(problem, q_axis=1), None
     if part not in LOOKS_AT_NONE:  # not 0 if rows of the group are shifted; None: none can be
-        # Its way from device memory is as long as that of K and V.
+        # Loaded before the wait for K and V, which takes as long as this load.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
     if cta.blocks.holds_v:
@@ -244,7 +244,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     dk, dv = dk_acc[...], dv_acc[...]
     dk, dv = dk * problem.spec.scale, softmax_of(problem, cta.blocks).finished(problem, dv)
     if cta.kv_tiles is not None:
-        cta = cta.anew().at(lax.optimization_barrier(cta.kv_index))
+        cta = cta.anew().at_kv_tile(lax.optimization_barrier(cta.kv_index))
     if cta.blocks.split_q == 1:
         epilogue(cta, dk, dv)
     else:
@@ -286,7 +286,7 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
     to_weights = functools.partial(early_weights, cta, rows, (n, block), tile)
     # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
     accumulator = plgpu.ACC((WARPGROUP_ROWS, blocks.block_q), jnp.float32)
-    # With the shift of every column there is no room for dP^T next to it.
+    # The shift of every column leaves no registers for dP^T next to S^T.
     late_dp = blocks.late_dp or far is not None
 
     def scores(s_acc):
@@ -336,10 +336,10 @@ def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, s
 def of_list(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
     """Hides keys of the n-th tile of a list, if it is partial; returns what hides keys after that.
 
-    One loop has partial and whole tiles, and a branch hides keys. With two loops 128 bytes spill at
-    head dim 128 with a mask_mod, and wgmma is serialised (C7512). Keys are hidden in S = K Q^T
-    itself, which works where nothing but a scale makes logits of it; elsewhere whole tiles are
-    masked as well.
+    Partial and whole tiles share one loop, in which a branch hides keys: with two loops 128 bytes
+    spill at head dim 128 with a mask_mod, and wgmma is serialised (C7512). The branch hides keys in
+    S = K Q^T itself, which is possible only where logits are S times a scale; elsewhere whole tiles
+    are masked as well.
 
     Returns:
         (cta, s, inputs, limits).
@@ -368,10 +368,10 @@ def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
 def narrows(cta: FusedCta, masked: bool) -> bool:
     """Returns whether tiles of the second loop wait for dP^T in 16 bits.
 
-    Values for which the second loop has no registers are loaded again in every step of the first
-    one, which matters. Head dim 64, T=4096: with narrow tiles 1.01 of the time without the second
-    loop, instead of 1.09; but where tiles are masked 1.13, instead of 1.08. At head dim 128 204
-    bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where nothing spills
+    Values that the second loop cannot keep in registers are loaded again in every step of the first
+    one, the loop that matters. Head dim 64, T=4096: with narrow tiles 1.01 of the time without the
+    second loop, instead of 1.09; but where tiles are masked 1.13, instead of 1.08. At head dim 128
+    204 bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where nothing spills
     without narrow tiles.
     """
     two_loops = cta.launch.part in (Part.ALL, Part.ALL_IF_FAR)
@@ -458,7 +458,7 @@ class Lockstep(GradientGemms):
         cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
         plgpu.commit_smem()
-        tell_sums(cta, n)
+        signal_sums(cta, n)
         cta.meet()  # both have written dS
         if not cta.computes_dq:
             dk_without_dq(cta, n, ds, dk_acc)
@@ -513,10 +513,10 @@ class PingPong(GradientGemms):
         await_sums(cta, n)
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
-        tell_sums(cta, n)
+        signal_sums(cta, n)
         if not cta.blocks.whole_dq:
             plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
-        # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
+        # Otherwise ptxas converts P within this warpgroup's turn: 5 % at head dim 64.
         inline.settle(p, n, cta.interpret)
         self.await_turn(cta)
         if not cta.computes_dq:
@@ -538,7 +538,7 @@ class PingPong(GradientGemms):
             await_dq(cta, handed)
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
 
-        # Stored in the first turn too, though nobody is told: a branch around registers that
+        # Stored in the first turn too, though not handed over then: a branch around registers that
         # wgmmas have written makes ptxas end those in flight (C7517).
         cta.dq_buffer(cta.anew().wg)[...] = dq
         if not cta.blocks.late_handover:
@@ -673,7 +673,7 @@ def await_sums(cta: FusedCta, n):
         cta.sums.wait_empty(n)
 
 
-def tell_sums(cta: FusedCta, n):
+def signal_sums(cta: FusedCta, n):
     """Signals that this warpgroup's part of dS of the n-th tile has been written."""
     if cta.blocks.sums_bias:
         plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
@@ -695,7 +695,7 @@ class Softmax(abc.ABC):
         return 1.0
 
     @abc.abstractmethod
-    def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
+    def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits):
         """Computes the tiles of registers that `late` needs, before dP^T has arrived.
 
         Args:
@@ -806,7 +806,7 @@ def load(cta: FusedCta):
 
 def load_kv_tile(cta: FusedCta, kv_index):
     """Loads K and V once, then Q, LSE, dO and delta of every Q tile."""
-    cta = cta.at(kv_index)
+    cta = cta.at_kv_tile(kv_index)
     cta.kv.wait_empty(cta.kv_index)
     load_kv(cta)
 
@@ -864,10 +864,10 @@ def load_do(cta: FusedCta, n, place):
 
 
 def bounds_of_rows(cta: FusedCta) -> plgpu.OOBFillMode:
-    """Returns what copies of LSE and delta, which are padded to whole tiles, say of their bounds.
+    """Returns the `oob_mode` of the copies of LSE and delta, which are padded to whole tiles.
 
-    A promise makes them copies without a TMA descriptor. The two descriptors take LLVM 0.1 of 0.57
-    CPU seconds of this kernel. The main launch has them, as the other copy has not been timed.
+    With PROMISE_IN_BOUNDS a copy needs no TMA descriptor. The two descriptors take LLVM 0.1 of the
+    0.57 CPU seconds of this kernel. The main launch has them, as the other copy has not been timed.
     """
     modes = plgpu.OOBFillMode
     return modes.PROMISE_IN_BOUNDS if cta.launch.part is Part.FAR else modes.ZEROS
@@ -887,8 +887,8 @@ def store_dq(cta: FusedCta):
 
 
 def store_dq_of_kv_tile(cta: FusedCta, kv_index):
-    """Adds the dQ tiles of one KV tile, or stores those to which nobody adds earlier."""
-    cta = cta.at(kv_index)
+    """Adds the dQ tiles of one KV tile, or stores those that no CTA has written before."""
+    cta = cta.at_kv_tile(kv_index)
     total, zero = cta.q_tiles.total, jnp.int32(0)
     if cta.launch.part is Part.FAR:  # nobody else has dQ of this pair
 
@@ -916,14 +916,14 @@ def put_dq_tiles(
     reduction_op: Literal["add"] | None = "add",
     own: OwnTiles | None = None,
 ):
-    """Adds dQ tiles in a range, as they come, or stores them; `own`: those that were before."""
+    """Adds dQ tiles in a range, in order, or stores them; `own`: those stored before the range."""
     parts = cta.blocks.dq_parts
     parts = tuple(reversed(parts)) if cta.blocks.ping_pong else parts
 
     def put(n, wg):
         plgpu.barrier_wait(cta.smem.dq_full.at[wg])
         if own is not None and wg == parts[0]:
-            # Behind the wait for a later tile: then what was stored has long been written.
+            # After the wait for a later tile the stores before it have long been written.
             pl.when((n == own.count) & (n > 0))(own.are_stored)
         cta.put_dq(cta.query_tile(n), wg, reduction_op)
 
@@ -936,8 +936,8 @@ def put_dq_tiles(
         else:
             for wg in parts:
                 put(n, wg)
-            for done, wg in enumerate(parts, start=1):
-                give_back(cta, n, wg, len(parts) - done)
+            for returned, wg in enumerate(parts, start=1):
+                give_back(cta, n, wg, len(parts) - returned)
 
 
 def give_back(cta: FusedCta, n, wg: int, in_flight: int):
@@ -1031,7 +1031,8 @@ def _clear(ctas: int, _, *refs):
 
 # --- One call: its arrays, its launches one after the other, its gradients ------------------------
 
-# XLA computes constants that are progressions, in a launch of 2 us; others lie in device memory.
+# Last element of `origin`. XLA computes a constant that is an arithmetic progression in a launch of
+# 2 us; with this element `origin` is none, and lies in device memory.
 NO_PROGRESSION = -(2**20)
 
 
@@ -1080,7 +1081,8 @@ def backward_fused(
         dq = lax.empty((*arrays.q.shape[:3], problem.head_dim), problem.dtype)
         portion = jax.jit(portion)  # all but the first are traced once
         for start in starts:
-            # Begins when the gradients of the portion before it are there: sums of one at a time.
+            # A portion starts once the gradients of the one before exist, so that the sums of one
+            # portion exist at a time.
             results, dq, dbias = lax.optimization_barrier((results, dq, dbias))
             origin = jnp.array((*start, NO_PROGRESSION), jnp.int32)
             results, dbias = portion(results, dbias, gmem._replace(origin=origin))
@@ -1103,7 +1105,7 @@ def run_portion(
         launches: in their order.
         arrays: operands, whose q, k and v have the shapes of gradients.
         results: by name, those that are there already; see `Launch.result_shapes`.
-        dbias: gradient of the bias, in which parts are put; None if it is summed at one time.
+        dbias: gradient of the bias, into which parts are written; None if one launch sums it all.
         gmem: what the kernel reads.
     """
     blocks = launches[0].blocks
@@ -1119,7 +1121,7 @@ def run_portion(
         run = functools.partial(run_launch, launch, arrays, gmem, tuple(made))
         kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
         results = kept | made
-        if blocks.kv_launches > 1 and launch.part is not Part.ALL_IF_NEAR:  # the other follows
+        if blocks.kv_launches > 1 and launch.part is not Part.ALL_IF_NEAR:  # ALL_IF_FAR follows
             results, dbias = put_dbias(launch, results, dbias, gmem)
     if "dbias" in results and dbias is not None:
         results, dbias = put_dbias(launches[0], results, dbias, gmem)

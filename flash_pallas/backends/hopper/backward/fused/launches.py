@@ -40,16 +40,16 @@ from .tiles import (
 # launch that ends leaves SMs idle for as long as a CTA takes, and more. Portions of the keys,
 # within one of the pairs, share its sums of dQ and have their own of a bias's gradient.
 #
-# Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
-# together then add to different tiles of dQ (KV tiles fastest: 0.94x if causal), the longest
-# causal loops start first, and no more is in use than L2 keeps. Where lists say how long loops are,
-# CTAs follow their order instead.
+# The pairs of a batch entry and a head are divided into sections, and CTAs work on one section at a
+# time. So CTAs that run together add to different tiles of dQ (KV tiles fastest: 0.94x if causal),
+# the longest causal loops start first, and what CTAs read stays in L2. With lists, which say how
+# long loops are, CTAs follow the order of the lists instead.
 #
 # A CTA with one KV tile waits for K and V before its first Q tile, and after its last one for
 # copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. A CTA of a
 # persistent grid (`FusedBlocks.persistent_clusters`) takes several: there are no more CTAs than run
 # at one time, and of n clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a
-# launch for what another has left, a CTA takes all KV tiles of its pair, or none.
+# launch of Part.FAR, a CTA takes all KV tiles of its pair, or none.
 
 # (batch entry, KV head, first key, shift): the shift is that of QTileRange
 KvTile = tuple[Any, Any, Any, Any]
@@ -350,21 +350,21 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     return blocks
 
 
-# What of a call that sums the gradient of a bias is launched by itself: portions of the heads, and
-# of the keys within each, so many that sums of the bias take at most a share of Q's bytes. From so
-# many keys on, where each of four launches has so many rounds of CTAs. H200, B = 128, 4 heads:
-# gradients in one program keep 1.94 to 2.00 times what the forward does; with one launch 2.29 to
-# 2.58. Speed relative to one launch, T=1024, 2048 and 4096: 1.02, 0.99 and 1.00 at head dim 64,
-# 0.97, 0.93 and 0.94 at 32; at 16 1.06, 0.98 (4096: not timed), and 0.89 at T=512. Two launches of
-# as many rounds 0.96, 0.93 and 1.01 (B = 16, 16 heads, T=1024): not taken.
+# With a bias gradient, heads and keys are split into several launches so that the float32 workspace
+# takes at most 1 / SHARE_OF_Q of the bytes of Q. Used from LEAST_KEYS keys, where each of
+# MOST_PORTIONS launches has LEAST_ROUNDS rounds of CTAs. H200, B = 128, 4 heads: gradients in one
+# program keep 1.94 to 2.00 times what the forward does; with one launch 2.29 to 2.58. Speed
+# relative to one launch, T=1024, 2048 and 4096: 1.02, 0.99 and 1.00 at head dim 64, 0.97, 0.93 and
+# 0.94 at 32; at 16 1.06, 0.98 (4096: not timed), and 0.89 at T=512. Two launches of as many rounds
+# 0.96, 0.93 and 1.01 (B = 16, 16 heads, T=1024): not taken.
 MOST_PORTIONS, LEAST_KEYS, LEAST_ROUNDS = 4, 1024, 7
 SHARE_OF_Q = 4
 
-# Up to so many keys by head dim, pairs of CTAs that sum the gradient of a bias have a persistent
-# grid, with so many slots for K and V, where each takes so many KV tiles. H200, B = 128, 4 heads,
-# against one KV tile a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06, 1.06 and 1.06 (with
-# a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one slot 0.96 at 1024); 32
-# 0.97 to 0.99 (1024), 0.93 and 0.90.
+# By head dim: the most keys with which pairs of CTAs that sum the gradient of a bias have a
+# persistent grid, and its slots for K and V. LEAST_TILES: KV tiles that each CTA must have. H200, B
+# = 128, 4 heads, against one KV tile a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06,
+# 1.06 and 1.06 (with a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one
+# slot 0.96 at 1024); 32 0.97 to 0.99 (1024), 0.93 and 0.90.
 PERSISTENT = {16: (4096, 1), 64: (2048, 2)}
 LEAST_TILES = 7
 
@@ -540,22 +540,22 @@ class FusedCta:
     # --- several KV tiles, one after the other ---------------------------------------------------
 
     def visit(self, body: Callable[[FusedCta, Any], None]):
-        """Calls body(self, n) for every KV tile of this CTA; `at` returns the record there."""
+        """Calls body(self, n) for every KV tile of this CTA; see `at_kv_tile`."""
         if self.kv_tiles is None:
             body(self, 0)
         else:
             pl.loop(jnp.int32(0), self.kv_tiles[0])(functools.partial(body, self))
 
-    def at(self, n) -> FusedCta:
+    def at_kv_tile(self, n) -> FusedCta:
         """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
         if self.kv_tiles is None:
             return self
         tile = self.kv_tiles[1](n)
         q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
-        here = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
-        before = here.before
+        cta = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
+        before = cta.before
         return dataclasses.replace(
-            here, q=self.q._replace(before=before), do=self.do._replace(before=before)
+            cta, q=self.q._replace(before=before), do=self.do._replace(before=before)
         )
 
     @property
@@ -610,8 +610,8 @@ class FusedCta:
         """
         opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
         tile, q_tiles = tuple(map(opaque, self.tile)), self.q_tiles.apart(opaque)
-        here, kv_index = self.anew(), opaque(self.kv_index)
-        return dataclasses.replace(here, tile=tile, kv_index=kv_index, q_tiles=q_tiles)
+        cta, kv_index = self.anew(), opaque(self.kv_index)
+        return dataclasses.replace(cta, tile=tile, kv_index=kv_index, q_tiles=q_tiles)
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -644,8 +644,9 @@ class FusedCta:
         count, flags = diagonal.num_stored(launch, total), self.results["stored"]
 
         def place():
-            # What these warps share with others the compiler computes before they part, and the
-            # others hold it over their loops: at head dim 64 32 bytes spill. So it knows nothing.
+            # The compiler would compute what these warps share with others before the branch, and
+            # the others would hold it over their loops: 32 bytes spill at head dim 64. So these
+            # numbers are hidden from it.
             unknown = functools.partial(inline.unknown, interpret=self.interpret)
             block = lax.div(unknown(self.kv_start), jnp.int32(self.blocks.block_kv))
             return block, launch.pair_of(unknown(self.batch), unknown(self.kv_head))

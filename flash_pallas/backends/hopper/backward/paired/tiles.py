@@ -115,7 +115,7 @@ class PairedBarriers(NamedTuple):
     dq_empty: Any  # [2], a warpgroup may leave its next part
     met: Any
     stored: Any = None  # backward/fused/diagonal.py: what this CTA stores lies in device memory
-    others_stored: Any = None  # and what others store
+    others_stored: Any = None  # what other CTAs store lies there
 
 
 def num_sections(problem: Problem) -> int:
@@ -131,7 +131,7 @@ def may_store_dq(problem: Problem) -> bool:
 
 
 def stores_dq(problem: Problem, blocks: PairedBlocks) -> bool:
-    """Returns whether CTAs with these options do; see backward/fused/diagonal.py."""
+    """Returns whether CTAs with these options store dQ; see backward/fused/diagonal.py."""
     return blocks.mask_all and not blocks.stagger and may_store_dq(problem)
 
 
@@ -217,10 +217,10 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     if narrow or problem.dtype.itemsize != 2:
         return None
     native = paired_problem(problem)
-    whole = problem.kv_len % PairedBlocks.block_kv == 0 and not problem.is_dynamic
-    plain = problem.spec.mask.is_trivial and whole
+    whole_tiles = problem.kv_len % PairedBlocks.block_kv == 0 and not problem.is_dynamic
+    unmasked = problem.spec.mask.is_trivial and whole_tiles
     early = native.head_dim == HEAD_DIMS[0]
-    one_loop = plain or may_store_dq(native)
-    blocks = PairedBlocks(mask_all=one_loop, stagger=plain, early_dq=early)
+    one_loop = unmasked or may_store_dq(native)
+    blocks = PairedBlocks(mask_all=one_loop, stagger=unmasked, early_dq=early)
     choices = blocks, dataclasses.replace(blocks, do_stages=1)
     return next((b for b in choices if fits(paired_scratch(native, b))), None)

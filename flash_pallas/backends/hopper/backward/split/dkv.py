@@ -337,7 +337,13 @@ class DkvKernel:
         return plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
 
 
-def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: BackwardArrays, interpret):
+def dkv(
+    problem: Problem,
+    blocks: DkvBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    interpret: bool,
+):
     """Launches the kernel; returns (dk, dv) in the form of arrays.k and v.
 
     The result has the same bits in every run.

@@ -221,7 +221,13 @@ class DqKernel:
         )
 
 
-def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardArrays, interpret):
+def dq(
+    problem: Problem,
+    blocks: DqBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    interpret: bool,
+):
     """Launches the kernel; returns dq in the form of arrays.q, with the same bits in every run."""
     block_q, block_kv = blocks.block_q, blocks.block_kv
     run = launch(

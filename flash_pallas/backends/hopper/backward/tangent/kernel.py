@@ -138,7 +138,7 @@ class PushKernel:
         self.drain(cta)
         self.store(cta, tangents)
 
-    def tiles(self, arrays: BackwardArrays, batch, block):
+    def tiles(self, arrays: BackwardArrays, batch, block) -> QTileRange | KvTileRange:
         """Returns the tiles of columns that a CTA goes through."""
         size = self.blocks.rows, self.blocks.columns
         if self.q_axis:
@@ -168,8 +168,8 @@ class PushKernel:
 
     def sources(self, cta: PushCta, side: int) -> list:
         """Returns the arrays of rows (side 0) or columns: each, and its tangent."""
-        both = cta.gmem.primal, cta.gmem.tangent
-        return [getattr(arrays, name) for name in self.names[side] for arrays in both]
+        primal_and_tangent = cta.gmem.primal, cta.gmem.tangent
+        return [getattr(arrays, name) for name in self.names[side] for arrays in primal_and_tangent]
 
     def load(self, cta: PushCta, n):
         """Issues the copies of the n-th tile of columns."""
@@ -258,12 +258,12 @@ class PushKernel:
     def score_accumulator(self):
         return plgpu.ACC((WARPGROUP_ROWS, self.blocks.columns), jnp.float32)
 
-    def operands(self, cta: PushCta, slot, which: int):
-        """Returns (A, A', C, C') of a step in shared memory, or with `which` 1 (B, B', E, E')."""
+    def operands(self, cta: PushCta, slot, side: int):
+        """Returns (A, A', C, C') of a step in shared memory, or with `side` 1 (B, B', E, E')."""
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # likewise not held
-        both = slice(2 * which, 2 * which + 2)
-        left = (tile.at[own] for tile in cta.smem.own[both])
-        return *left, *(tile.at[self.hidden(slot)] for tile in cta.smem.streamed[both])
+        pair = slice(2 * side, 2 * side + 2)
+        left = (tile.at[own] for tile in cta.smem.own[pair])
+        return *left, *(tile.at[self.hidden(slot)] for tile in cta.smem.streamed[pair])
 
     def hidden(self, slot):
         """Returns a slot that is found anew in every step, even where there is only one.
@@ -273,7 +273,7 @@ class PushKernel:
         """
         return lax.optimization_barrier(jnp.int32(slot)) if self.blocks.stages == 1 else slot
 
-    def weights(self, cta: PushCta, fragments, rows, n, masked, s_acc, ds_acc):
+    def weights(self, cta: PushCta, fragments: TileInputs, rows, n, masked, s_acc, ds_acc):
         """Computes (P, P', what dropout keeps or None, the values of queries) of a tile."""
         slot, count = cta.ring.slot(n), self.matmuls.count
         a, da, c, dc = self.operands(cta, slot, 0)
