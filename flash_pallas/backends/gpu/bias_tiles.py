@@ -121,8 +121,8 @@ def members_of(problem: Problem, own: BiasTile, parts: int, size, cluster: int =
 def bias_place(problem: Problem, own: BiasTile):
     """Returns (entry, head) of the bias that a sum belongs to."""
     entries, heads = problem.bias_shape[:2]
-    of_part, head = divide(own.part, heads)
-    return divide(of_part, entries)[1], head
+    part_entry, head = divide(own.part, heads)
+    return divide(part_entry, entries)[1], head
 
 
 def sharing(problem: Problem) -> int:

@@ -116,7 +116,7 @@ def shared_memory(scratch) -> int:
 
 
 def float32(shape):
-    """Returns a ShapeDtypeStruct of float32."""
+    """Describes a float32 array of this shape, such as a result of a launch."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
@@ -181,8 +181,8 @@ def score_grads(
             grads["bias"] = _shared(problem, sums["bias"][..., None])
         if "alibi_slopes" in sums:
             grads["alibi_slopes"] = sums["alibi_slopes"].sum(axis=2)
-        of_head = lambda i, x: sums[i].sum(axis=2).astype(x.dtype) if i in sums else None
-        grads["score_params"] = tuple(of_head(i, x) for i, x in enumerate(params))
+        head_sum = lambda i, x: sums[i].sum(axis=2).astype(x.dtype) if i in sums else None
+        grads["score_params"] = tuple(head_sum(i, x) for i, x in enumerate(params))
     return grads
 
 

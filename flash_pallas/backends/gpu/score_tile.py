@@ -74,10 +74,10 @@ class RegisterTile(Tile):
         rows, columns = self.by_axis(q_keys, kv_keys)
         return modifiers.kept(rows, columns, dropout.threshold(rate))
 
-    def by_axis(self, of_queries, of_keys):
+    def by_axis(self, q_values, kv_values):
         """Returns (what belongs to rows, what belongs to columns), spread over the tile."""
-        of_queries, of_keys = self.per_q(of_queries), self.per_kv(of_keys)
-        return (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
+        q_values, kv_values = self.per_q(q_values), self.per_kv(kv_values)
+        return (kv_values, q_values) if self.q_axis else (q_values, kv_values)
 
 
 def alibi(position, key, falls):
@@ -177,8 +177,8 @@ def _within_interval(tile: RegisterTile, x, inputs: TileInputs, hidden: float):
 # P * C, and that of scale * q @ k^T is pull(P * C), where `pull` goes back through score_mod and
 # softcap. It is linear and elementwise: pull(P) * C is the same, and pull(P) needs no dP.
 
-# Of logits over the cap: its square is finite, so that P = 0 times that is 0. A cap from here on
-# makes P of it 0.
+# What hidden logits over the cap become: the square is finite, so that P = 0 times it is 0. P is 0
+# with any cap of at least _LOWEST_CAP.
 _HIDDEN = -1e18
 _LOWEST_CAP = 1e-9
 
@@ -207,7 +207,7 @@ def row_shift(problem: Problem, auxiliary: AuxiliaryGmem, far, head, query, some
 
 
 class Weights(NamedTuple):
-    """A tile of P."""
+    """A tile of P, recomputed, with what dS is made of."""
 
     p: Any  # f32, 0 where hidden; without dropout. See also `marked`
     kept: Any  # bool, or None without dropout
@@ -259,7 +259,7 @@ def weights(
         inputs: inputs of score modifiers.
         limits: what positions leave visible of the tile.
         polynomials: share of the exponentials that the multiply-add units compute.
-        marks: the caller can do with `marked` weights.
+        marks: the caller accepts `marked` weights.
     """
     spec, marked, capped = problem.spec, False, None
     if problem.bias_shape is not None:
@@ -414,7 +414,7 @@ def pulled(w: Weights):
 
 
 def operand(problem: Problem, w: Weights):
-    """Returns what `dropped` does in 16 bits."""
+    """Returns keep * P in the 16 bits of the problem's dtype, for the matmul of dV."""
     p = dropped(problem, w._replace(marked=False)).astype(problem.dtype)
     return infinities.numbers(p, w.interpret) if w.marked else p
 

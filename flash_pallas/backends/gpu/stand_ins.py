@@ -141,9 +141,9 @@ def _pow(x, y):
     y = lax.convert_element_type(y, x.dtype)
     size = jnp.exp2(y * jnp.log2(lax.abs(x)))
     half, zero = y * _like(y, 0.5), _like(x, 0)
-    of_negative = jnp.where(_floor(half) == half, size, -size)
-    of_negative = jnp.where(_floor(y) == y, of_negative, _like(x, jnp.nan))
-    return jnp.where(y == zero, _like(x, 1), jnp.where(x < zero, of_negative, size))
+    negative_power = jnp.where(_floor(half) == half, size, -size)
+    negative_power = jnp.where(_floor(y) == y, negative_power, _like(x, jnp.nan))
+    return jnp.where(y == zero, _like(x, 1), jnp.where(x < zero, negative_power, size))
 
 
 # By primitive; a result of None: the primitive itself will do. Right to a few float32 eps of 1

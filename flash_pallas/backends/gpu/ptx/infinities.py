@@ -99,7 +99,7 @@ def with_marked(tile, scale: float, bias, interpret: bool):
     return run(tile, bias)
 
 
-def _of_bias(tile, result_type, body):
+def _run_on_bias(tile, result_type, body):
     half = "bf16" if tile.dtype == jnp.bfloat16 else "f16"
     run = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result_type)
     return run(functools.partial(body, half))(tile)
@@ -113,7 +113,7 @@ def widened(tile, interpret: bool):
     """Converts a tile to float32: from bfloat16 in two thirds of Mosaic GPU's instructions."""
     if interpret or tile.dtype != jnp.bfloat16:
         return tile.astype(jnp.float32)
-    return _of_bias(tile, plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA), _widened_body)
+    return _run_on_bias(tile, plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA), _widened_body)
 
 
 _CHAINS = 4  # of dependent additions
@@ -158,7 +158,7 @@ def looked_at(tile, interpret: bool):
         run = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=some)
         return tile, run(_looked_at_wide_body)(tile)
     wide = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA)
-    return _of_bias(tile, (wide, some), _looked_at_body)
+    return _run_on_bias(tile, (wide, some), _looked_at_body)
 
 
 def _some_infinite_body(_, ref):

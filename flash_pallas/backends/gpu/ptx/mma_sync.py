@@ -108,9 +108,9 @@ def add(variant: How, accumulator, a, b, column, *, in_registers: bool = False):
         column: the first column that is read of b, and of a if `variant.moved`.
         in_registers: a is in registers, in the layout of an accumulator.
     """
-    of_a: Any = inline.WGMMA if in_registers else plgpu.RefType()
+    a_layout: Any = inline.WGMMA if in_registers else plgpu.RefType()
     run = plgpu.inline_mgpu(
-        arg_types=(inline.WGMMA, of_a, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        arg_types=(inline.WGMMA, a_layout, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, inline.WGMMA),
     )(functools.partial(_add_body, variant))
     return run(accumulator, a, b, jnp.int32(column))
@@ -355,16 +355,16 @@ def _add_body(variant: How, _, accumulator, a, b, column):
         lefts = [left(variant.grid.row(block), k) for block in blocks]
         for column in range(0, columns, 16):
             first, second, third, fourth = right(k, column)
-            for next_8, of_b in ((0, (first, second)), (8, (third, fourth))):
-                for block, of_a in zip(blocks, lefts, strict=True):
-                    _step(by_place, (block, column + next_8), of_a, of_b, kind)
+            for next_8, right_fragment in ((0, (first, second)), (8, (third, fourth))):
+                for block, left_fragment in zip(blocks, lefts, strict=True):
+                    _step(by_place, (block, column + next_8), left_fragment, right_fragment, kind)
     registers = accumulator.registers.copy()
     for index, row, column in coordinates(accumulator.shape, layout):
         registers[index] = by_place[row, column]
     return fragmented(registers, layout)
 
 
-def _step(by_place, place, of_a, of_b, kind: str):
+def _step(by_place, place, left_fragment, right_fragment, kind: str):
     """Issues one mma into the accumulator's registers of rows `row` and `row + 8`."""
     row, column = place
     places = (row, column), (row + 8, column)
@@ -372,7 +372,7 @@ def _step(by_place, place, of_a, of_b, kind: str):
     f32 = ir.F32Type.get()
     sums = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
-        [*of_a, *of_b, *before],
+        [*left_fragment, *right_fragment, *before],
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
         "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",

@@ -334,8 +334,8 @@ def _some_far_body(far, _, m, top):
     some = None
     compare, kinds = arith.cmpf, arith.CmpFPredicate
     seen = arith.constant(ir.IntegerType.get_signless(1), True)
-    for of_m, of_top in zip(m.registers.flat, top.registers.flat, strict=True):
-        m_, top_ = at(of_m, 0), at(of_top, 0)
+    for m_register, top_register in zip(m.registers.flat, top.registers.flat, strict=True):
+        m_, top_ = at(m_register, 0), at(top_register, 0)
         is_far = compare(kinds.UGT, mlir_math.absf(m_), f32_constant(far))
         hidden = compare(kinds.OEQ, top_, f32_constant(-math.inf))
         unseen = arith.andi(compare(kinds.OLE, m_, f32_constant(LOWEST)), hidden)

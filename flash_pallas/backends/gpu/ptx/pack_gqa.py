@@ -172,7 +172,7 @@ class TilePieces:
         self.width = PIECE_BYTES * 8 // self.element.width  # elements of a piece
         outer, self.across, inner, self.columns = tile.type.shape
         self.tile_rows = outer * inner
-        self.of_row = self.across * self.columns // self.width
+        self.row_pieces = self.across * self.columns // self.width
         self.type = ir.VectorType.get((self.width,), self.element)
         self.thread = own_thread()
 
@@ -198,11 +198,11 @@ class Pieces(TilePieces):
 
     def places(self, rows: int):
         """Yields (first row of the turn, row, piece) of each turn, in which a thread moves one."""
-        for start in range(0, rows * self.of_row, WARPGROUP):
+        for start in range(0, rows * self.row_pieces, WARPGROUP):
             number = arith.addi(self.thread, i32_constant(start))
-            row_pieces = i32_constant(self.of_row)
+            row_pieces = i32_constant(self.row_pieces)
             yield (
-                start // self.of_row,
+                start // self.row_pieces,
                 arith.divui(number, row_pieces),
                 arith.remui(number, row_pieces),
             )
@@ -210,7 +210,7 @@ class Pieces(TilePieces):
     def exists(self, row, piece):
         """Returns an i1: true if the array in device memory has this piece."""
         less = arith.CmpIPredicate.ult
-        own = min(self.array.type.shape[-1] // self.width, self.of_row)
+        own = min(self.array.type.shape[-1] // self.width, self.row_pieces)
         some_row = arith.cmpi(less, arith.addi(self.first, row), i32_constant(self.rows.total))
         return arith.andi(some_row, arith.cmpi(less, piece, i32_constant(own)))
 
@@ -234,7 +234,7 @@ class Pieces(TilePieces):
 
     def where_tile_has(self, row, store):
         """Emits `store` for the threads whose row is one of the tile."""
-        if self.tile_rows * self.of_row % WARPGROUP == 0:
+        if self.tile_rows * self.row_pieces % WARPGROUP == 0:
             store()
             return
         less, last = arith.CmpIPredicate.ult, i32_constant(self.tile_rows)
@@ -244,12 +244,12 @@ class Pieces(TilePieces):
 
     def in_array(self, row, piece):
         """Returns a pointer to the piece in device memory."""
-        (of_query, of_head, _), _ = self.array.type.get_strides_and_offset()
+        (query_stride, head_stride, _), _ = self.array.type.get_strides_and_offset()
         row = arith.addi(self.first, row)
         group = i32_constant(self.rows.group)
         terms = (
-            (arith.divui(row, group), of_query),
-            (arith.remui(row, group), of_head),
+            (arith.divui(row, group), query_stride),
+            (arith.remui(row, group), head_stride),
             (piece, self.width),
         )
         places = [arith.muli(x, i32_constant(stride)) for x, stride in terms]

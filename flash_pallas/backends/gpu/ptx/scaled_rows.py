@@ -71,7 +71,7 @@ def _scaled(pieces: Pieces, elements):
     wide = arith.extf(ir.VectorType.get((pieces.width,), f32), elements)
     most = functools.reduce(arith.maximumf, [math.absf(at(wide, e)) for e in range(pieces.width)])
     distance = 1
-    while distance < pieces.of_row:
+    while distance < pieces.row_pieces:
         most = arith.maximumf(most, mgpu.utils.shfl_bfly(most, distance))
         distance *= 2
     as_float = lambda exponent: arith.bitcast(f32, arith.shli(exponent, i32_constant(23)))

@@ -87,8 +87,8 @@ class _Rows(TilePieces):
         """Returns a pointer to the piece in device memory."""
         i64 = ir.IntegerType.get_signless(64)
         wide = lambda x: arith.extsi(i64, x)
-        (of_row, _), _ = self.array.type.get_strides_and_offset()
-        start = arith.muli(wide(arith.addi(self.first, row)), arith.constant(i64, of_row))
+        (row_stride, _), _ = self.array.type.get_strides_and_offset()
+        start = arith.muli(wide(arith.addi(self.first, row)), arith.constant(i64, row_stride))
         offset = arith.addi(start, wide(arith.muli(piece, i32_constant(self.width))))
         pointer = mgpu.utils.memref_ptr(self.array)
         return mgpu.utils.getelementptr(pointer, [offset], self.element)
@@ -96,8 +96,8 @@ class _Rows(TilePieces):
 
 def _store_body(_, tile, target, first, low, high):
     pieces = _Rows(tile, target, first)
-    row_pieces = i32_constant(pieces.of_row)
-    end = i32_constant(WARPGROUP_ROWS * pieces.of_row)
+    row_pieces = i32_constant(pieces.row_pieces)
+    end = i32_constant(WARPGROUP_ROWS * pieces.row_pieces)
     # A loop, as the state of the next tile takes most registers here.
     loop = scf.ForOp(pieces.thread, end, i32_constant(WARPGROUP))
     with ir.InsertionPoint(loop.body):

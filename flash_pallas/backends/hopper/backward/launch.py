@@ -44,7 +44,7 @@ def backward(
         interpret: run under the interpreter.
     """
     native = native_backward_problem(problem, kernel_of(blocks))
-    # The other kernels are given copies without padding.
+    # The other kernels read copies whose padding is cleared.
     inside = isinstance(blocks, FusedBlocks) and not wanted
     if not inside:
         do = padding.cleared_queries(operands, cotangents.do)

@@ -49,7 +49,7 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
     q_whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole, where problem.hides_by_arrays
-    lists: Any = None  # BlockLists of own blocks, in place of both; where problem.is_listed
+    lists: Any = None  # BlockLists of own blocks, in place of bounds; where problem.is_listed
     states: Any = None  # int32 of every pair of blocks of these lists; for backward/dbias
     auxiliary: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
@@ -71,13 +71,13 @@ class BackwardArrays(NamedTuple):
         `summed_rows`: of all tiles of Q and K, and of V and dO, as Matmuls.operand takes them.
         """
         tile = Matmuls(problem.dtype).operand
-        of_qk, of_v = summed_rows
+        qk_summed_rows, v_summed_rows = summed_rows
         rows = round_up(problem.q_len, ROW_MULTIPLE)
         return cls(
-            q=tile(operands.q, problem.head_dim, *of_qk),
-            k=tile(operands.k, problem.head_dim, *of_qk),
-            v=tile(operands.v, problem.v_head_dim, *of_v),
-            do=tile(cotangents.do, problem.v_head_dim, *of_v),
+            q=tile(operands.q, problem.head_dim, *qk_summed_rows),
+            k=tile(operands.k, problem.head_dim, *qk_summed_rows),
+            v=tile(operands.v, problem.v_head_dim, *v_summed_rows),
+            do=tile(cotangents.do, problem.v_head_dim, *v_summed_rows),
             lse_log2=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
             delta=pad_axis(cotangents.delta, 2, rows),
             q_offset=operands.q_offset,
@@ -188,7 +188,7 @@ def own_place(
 ) -> tuple[Any, Any, Callable[[], Any]]:
     """Returns (batch entry, block, function that returns the head) of this CTA in an `own_grid`.
 
-    ptxas orders other instructions by when the head is read: callers read it where it is needed.
+    Where the head is read decides how ptxas orders other instructions, so callers read it late.
     """
     if problem.is_listed:
         batch, head, block = tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
@@ -205,8 +205,8 @@ class KvTileRange(NamedTuple):
 
     start: Any
     masked_from: Any
-    stop: Any  # beyond start, or else one block is read nevertheless
-    kv_len: Any  # how many keys there are, or None where that hides none
+    stop: Any  # after start; of an empty range one block is read nevertheless
+    kv_len: Any  # number of keys; None where no tile reaches past the last one
     everywhere: bool  # `mask_everywhere` of the problem
 
     @classmethod

@@ -101,12 +101,12 @@ class AuxiliaryInputs:
 
     @property
     def row_vectors(self) -> tuple[str, ...]:
-        """Names of AuxiliaryGmem.row_vectors."""
+        """Names of the vectors of rows, in the order of AuxiliaryGmem.row_vectors."""
         return vectors(self.problem, self.q_axis)
 
     @property
     def column_vectors(self) -> tuple[str, ...]:
-        """Names of AuxiliaryGmem.column_vectors."""
+        """Names of the vectors of columns, in the order of AuxiliaryGmem.column_vectors."""
         return vectors(self.problem, 1 - self.q_axis)
 
     @property
@@ -264,11 +264,11 @@ class AuxiliaryInputs:
             tile_inputs["mask"] = mask.astype(jnp.float32) != 0.0
         return fragments._replace(**tile_inputs)
 
-    def wide(self, of_rows, smem, size, slot, shape, rows):
+    def wide(self, row_values, smem, size, slot, shape, rows):
         """Returns a bias or mask over the warpgroup's tile, in its dtype."""
         kind = self.kind(size)
         if kind in ("rows", "scalar"):
-            return lax.broadcast_in_dim(of_rows, shape, (0,) if kind == "rows" else ())
+            return lax.broadcast_in_dim(row_values, shape, (0,) if kind == "rows" else ())
         if kind == "columns":
             vector = plgpu.load(smem.at[slot], layout=inline.COLS)
             return lax.broadcast_in_dim(vector, shape, (1,))

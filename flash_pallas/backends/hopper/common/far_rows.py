@@ -52,8 +52,8 @@ def leaves_in_forward(problem: Problem) -> bool:
     return plain and dims == (64, 64) and spec.mask.is_trivial and _may_leave(problem)
 
 
-# Operands that neither decide which Q tiles a KV tile has, but by a length, nor make logits large
-# that are not.
+# Operands that do not make small logits large, and do not decide which Q tiles a KV tile has,
+# except by a length.
 ALLOWED = {"sinks", "kv_lengths", "alibi_slopes", "dropout_keys", "score_params"}
 
 

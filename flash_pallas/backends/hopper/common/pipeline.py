@@ -113,7 +113,7 @@ def row_buffer(shape):
 
 
 def hidden(index):
-    """Returns an index of shared memory that is found anew in every step.
+    """Returns an index of shared memory that is computed anew in every step.
 
     Descriptors of operands, one a wgmma, are then not held over the loop.
     """

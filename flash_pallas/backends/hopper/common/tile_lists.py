@@ -76,8 +76,8 @@ class TileList(NamedTuple):
                 `block_lists.of_keys`.
         """
         batch, head, tile = own_tile
-        of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
-        start, whole_start, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
+        list_entry = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
+        start, whole_start, stop = (lists.bounds[(*list_entry, tile, end)] for end in range(3))
         rotation = None
         if lists.rotation is not None:
             tiles = lists.bounds.shape[2]

@@ -254,11 +254,11 @@ class DbiasKernel:
     def kept_by_lists(self, cta: DbiasCta, step: DbiasStep, tile: RegisterTile):
         """Returns whether lists name the blocks that a tile of this warpgroup lies in."""
         states, (rows, columns) = cta.gmem.states, self.problem.list_block
-        of_list = auxiliary_arrays.entry(self.problem, states.shape, step.batch, step.head)
+        list_entry = auxiliary_arrays.entry(self.problem, states.shape, step.batch, step.head)
         query = step.q_block * self.blocks.block_q + cta.wg * WARPGROUP_ROWS
         # Rows past the last query have a block of their own in the last tile only.
         row = lax.min(lax.div(query, jnp.int32(rows)), jnp.int32(states.shape[2] - 1))
-        return states[(*of_list, row, lax.div(tile.kv_start, jnp.int32(columns)))] > 0
+        return states[(*list_entry, row, lax.div(tile.kv_start, jnp.int32(columns)))] > 0
 
     def store_tile(self, cta: DbiasCta, total):
         """Writes this warpgroup's rows of one tile of the bias's gradient."""
@@ -275,8 +275,8 @@ class DbiasKernel:
     def store_columns(self, cta: DbiasCta, total):
         """Writes this warpgroup's sums over its rows, one per key.
 
-        The tile is transposed on its way through shared memory. Of 32 keys half a tile is, and the
-        other half may hold anything.
+        The tile is transposed on its way through shared memory. With 32 keys, only half of it is
+        used, and the other half may hold anything.
         """
         staging, vectors = cta.smem.sums.at[cta.wg], cta.smem.vectors.at[cta.wg]
         own, key_sums = staging, vectors
@@ -292,8 +292,8 @@ class DbiasKernel:
             )
             vectors[keys] = plgpu.layout_cast(tile, inline.WGMMA).sum(axis=1)
         plgpu.commit_smem()
-        x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
-        keys = pl.ds(x * self.blocks.block_kv, self.blocks.block_kv)
+        block, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
+        keys = pl.ds(block * self.blocks.block_kv, self.blocks.block_kv)
         plgpu.copy_smem_to_gmem(key_sums, cta.out[0].at[batch, head, cta.wg, keys])
 
     def store_rows(self, cta: DbiasCta, total):
@@ -302,8 +302,8 @@ class DbiasKernel:
         for i, lanes in enumerate(total):
             cta.smem.vectors[i, own] = lanes.sum(axis=1)
         plgpu.commit_smem()
-        x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
-        rows = pl.ds(x * self.blocks.block_q + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        block, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
+        rows = pl.ds(block * self.blocks.block_q + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         for i, out in enumerate(cta.out):
             plgpu.copy_smem_to_gmem(cta.smem.vectors.at[i, own], out.at[batch, head, rows])
 
@@ -357,7 +357,7 @@ def score_sums(
     gmem = arrays
     if problem.is_listed:
         gmem = arrays.for_any_tile(problem, operands)
-    elif axes != "tile":  # there the tile is given, and what it does not show is masked
+    elif axes != "tile":  # whose CTAs own a tile, and mask what is hidden of it
         gmem = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
     run = launch(
         DbiasKernel(sums, blocks, interpret),
@@ -374,7 +374,7 @@ def score_sums(
 
 
 class DbiasStep(NamedTuple):
-    """Place of one tile of scores."""
+    """Place of the tile of scores of one step."""
 
     batch: Any
     head: Any
@@ -424,13 +424,12 @@ class DbiasCta:
     def owned(self) -> BiasTile:
         """The tile of the bias that this CTA owns, where it owns one."""
         blocks = self.blocks
-        size = blocks.block_q, blocks.block_kv, blocks.cluster
-        tiles = BiasTiles.of(self.sums.problem, *size)
+        tiles = BiasTiles.of(self.sums.problem, blocks.block_q, blocks.block_kv, blocks.cluster)
         return tiles.at(lax.axis_index("cluster"), pipeline.cluster_rank(blocks.cluster))
 
     @property
     def ring(self) -> Ring:
-        """Ring of the stages."""
+        """Ring of the stages, each with all the tiles that a step reads."""
         return Ring(self.bars.full, self.bars.empty, self.blocks.stages, self.refill)
 
     def steps(self) -> DbiasSteps:
@@ -438,15 +437,20 @@ class DbiasCta:
         problem, blocks = self.sums.problem, self.blocks
         if self.sums.axes == "tile":
             return self.members()
-        x, y, z = (lax.axis_index(name) for name in ("x", "y", "z"))
+        block, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
         if self.sums.axes == "rows":
-            position = x * blocks.block_q + self.gmem.offset(problem, z)
-            own_tile = (z, x, position)
+            position = block * blocks.block_q + self.gmem.offset(problem, batch)
+            own_tile = batch, block, position
             kv_tiles = KvTileRange.of(problem, self.gmem, own_tile, blocks.block_q, blocks.block_kv)
-            return DbiasSteps(DbiasStep(z, y, x, kv_tiles.start), kv_tiles.total, "kv_block")
-        own_tile, size = (z, x), (blocks.block_kv, blocks.block_q)
-        q_tiles = QTileRange.of(problem, self.gmem, own_tile, *size, mask_all=True)
-        return DbiasSteps(DbiasStep(z, y, q_tiles.start, x), jnp.int32(q_tiles.per_head), "q_block")
+            return DbiasSteps(
+                DbiasStep(batch, head, block, kv_tiles.start), kv_tiles.total, "kv_block"
+            )
+        q_tiles = QTileRange.of(
+            problem, self.gmem, (batch, block), blocks.block_kv, blocks.block_q, mask_all=True
+        )
+        return DbiasSteps(
+            DbiasStep(batch, head, q_tiles.start, block), jnp.int32(q_tiles.per_head), "q_block"
+        )
 
     def members(self) -> DbiasSteps:
         """Returns the tile of this CTA, once for every batch entry and head that shares it."""

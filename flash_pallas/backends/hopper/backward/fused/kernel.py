@@ -145,9 +145,8 @@ def persistent_cta(
     kv_tiles, zero = launch.persistent_tiles(gmem), jnp.int32(0)
     first = zero, zero, zero, 0
     if launch.part is Part.FAR:
-        size = launch.blocks.block_kv, launch.blocks.block_q
-        batch, *_ = kv_tiles[1](zero)
-        q_tiles = QTileRange.whole(launch.problem, gmem, batch, *size)
+        (batch, *_), blocks = kv_tiles[1](zero), launch.blocks
+        q_tiles = QTileRange.whole(launch.problem, gmem, batch, blocks.block_kv, blocks.block_q)
     else:
         q_tiles = launch.q_tiles(gmem, first, zero)
     cta = cta_at(launch, (results, gmem, smem), first, q_tiles)
@@ -329,11 +328,11 @@ def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, s
     inputs = inputs._replace(shift=shift)
     limits = tile.limits(problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
     if isinstance(cta.q_tiles, QTileList) and far is None:
-        cta, s, inputs, limits = of_list(cta, n, tile, s, inputs, limits)
+        cta, s, inputs, limits = hide_listed_keys(cta, n, tile, s, inputs, limits)
     return softmax_of(problem, cta.blocks).early(cta, tile, s, lse, inputs, limits)
 
 
-def of_list(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
+def hide_listed_keys(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
     """Hides keys of the n-th tile of a list, if it is partial; returns what hides keys after that.
 
     Partial and whole tiles share one loop, in which a branch hides keys: with two loops 128 bytes
@@ -523,15 +522,15 @@ class PingPong(GradientGemms):
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             dk_without_dq(cta, n, ds, dk_acc)
             return
-        of_dq = handed = self.of_dq(cta, n)
+        dq_n = handed = self.tile_of_dq(cta, n)
         if cta.kv_tiles is not None:  # what lies there in the first turn is of the KV tile before
             handed = lax.select(n == 0, cta.before, handed)
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
-            written = lambda: self.ds_slot(cta, of_dq)
+            written = lambda: self.ds_slot(cta, dq_n)
             if not cta.blocks.whole_dq:  # else warpgroup 0 wrote dS before it passed the turn
-                pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
+                pl.when(dq_n >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
             plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), written()))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
@@ -542,7 +541,7 @@ class PingPong(GradientGemms):
         # wgmmas have written makes ptxas end those in flight (C7517).
         cta.dq_buffer(cta.anew().wg)[...] = dq
         if not cta.blocks.late_handover:
-            self.hand_over(cta, of_dq)
+            self.hand_over(cta, dq_n)
         plgpu.wgmma_wait(0)
         cta.do.release(n)
         release_q(cta, n)
@@ -551,30 +550,30 @@ class PingPong(GradientGemms):
         """Makes warpgroup 1 wait for the first matmuls of the other."""
         pl.when(cta.wg == 1)(lambda: self.await_turn(cta))
 
-    def of_dq(self, cta: FusedCta, n):
+    def tile_of_dq(self, cta: FusedCta, n):
         """Returns the tile whose dQ is computed with dV and dK of the n-th.
 
         It is n for warpgroup 1 and n - 1 for warpgroup 0: -1 in the first turn of a KV tile.
         """
         return n - (WARPGROUPS - 1 - cta.wg)
 
-    def hand_over(self, cta: FusedCta, of_dq):
+    def hand_over(self, cta: FusedCta, dq_n):
         """Hands this warpgroup's part of dQ of that tile, in shared memory, over to be added."""
         if not cta.computes_dq:
             return
         plgpu.commit_smem()
-        pl.when(of_dq >= 0)(lambda: add_dq(cta, of_dq))
+        pl.when(dq_n >= 0)(lambda: add_dq(cta, dq_n))
 
     def scores_issued(self, cta: FusedCta, n):
         """Ends the turn, and then hands over dQ if that is to come late."""
         self.pass_turn(cta)
         if cta.blocks.late_handover:
-            self.hand_over(cta, self.of_dq(cta, n - 1))
+            self.hand_over(cta, self.tile_of_dq(cta, n - 1))
 
     def end(self, cta: FusedCta):
         """Gives warpgroup 1 its last turn; warpgroup 0 then computes its part of the last dQ."""
         if cta.blocks.late_handover:
-            self.hand_over(cta, self.of_dq(cta, cta.q_tiles.total - 1))
+            self.hand_over(cta, self.tile_of_dq(cta, cta.q_tiles.total - 1))
 
         @pl.when(cta.wg == 0)
         def _():
@@ -818,7 +817,7 @@ def load_kv_tile(cta: FusedCta, kv_index):
 
 
 def load_kv(cta: FusedCta):
-    """Loads K and V of this KV tile."""
+    """Loads K and V of this KV tile into their slot; both copies arrive at `kv_full`."""
     slot = cta.kv_slot
     keys = (cta.batch, pl.ds(cta.kv_start, cta.blocks.block_kv), cta.kv_head)
     block = lax.div(cta.kv_start, jnp.int32(cta.blocks.block_kv))

@@ -207,8 +207,8 @@ class Launch:
         if self.problem.is_listed:
             own_tile = batch, kv_head, block
             return QTileList.of(self.problem, gmem, own_tile, *size, mask_all=self.blocks.mask_all)
-        loops = {"mask_all": self.blocks.mask_all, "shift": shift}
-        return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
+        own_tile, mask_all = (batch, block), self.blocks.mask_all
+        return QTileRange.of(self.problem, gmem, own_tile, *size, mask_all=mask_all, shift=shift)
 
     def result_shapes(self, arrays: BackwardArrays) -> dict[str, Any]:
         """Returns the shapes of what launches write, by name.
@@ -224,12 +224,12 @@ class Launch:
         # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
         # (1.00x).
         sums = (self.entries, arrays.q.shape[1], self.heads * problem.group, problem.head_dim)
-        of_k, of_v = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (arrays.k, arrays.v))
+        dk, dv = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (arrays.k, arrays.v))
         if blocks.split_q > 1:  # whole tiles, as what writes them knows no ends
             rows = self.num_blocks * blocks.block_kv
             keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
-            of_k = of_v = float32((blocks.split_q, *keys))
-        shapes = {"dq": float32(sums), "dk": of_k, "dv": of_v}
+            dk = dv = float32((blocks.split_q, *keys))
+        shapes = {"dq": float32(sums), "dk": dk, "dv": dv}
         if self.stores_dq:
             shapes["stored"] = diagonal.flags(self.pairs)
         if blocks.sums_bias:
@@ -400,7 +400,7 @@ def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> Fused
 
     If none do, there are as many as there may be.
     """
-    of_q = problem.batch * problem.q_heads * problem.head_dim  # elements for each query
+    q_elements = problem.batch * problem.q_heads * problem.head_dim  # elements for each query
     sums = (
         problem.bias_shape[0] * problem.q_heads // blocks.num_launches * problem.kv_len
     )  # twice as wide
@@ -409,7 +409,7 @@ def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> Fused
         candidate = dataclasses.replace(blocks, kv_launches=portions)
         if may_launch(problem, candidate):
             best = candidate
-            if 2 * SHARE_OF_Q * sums <= portions * of_q:
+            if 2 * SHARE_OF_Q * sums <= portions * q_elements:
                 break
     return best
 
@@ -509,7 +509,7 @@ class FusedCta:
 
     @property
     def problem(self) -> Problem:
-        """Problem that is computed."""
+        """Problem with the head dims that the kernel runs."""
         return self.launch.problem
 
     @property
@@ -651,8 +651,15 @@ class FusedCta:
             block = lax.div(unknown(self.kv_start), jnp.int32(self.blocks.block_kv))
             return block, launch.pair_of(unknown(self.batch), unknown(self.kv_head))
 
-        bars = {"stored": smem.stored, "others_stored": smem.others_stored}
-        return OwnTiles(count, total, flags, place, launch.num_blocks, **bars)
+        return OwnTiles(
+            count=count,
+            total=total,
+            flags=flags,
+            place=place,
+            num_blocks=launch.num_blocks,
+            stored=smem.stored,
+            others_stored=smem.others_stored,
+        )
 
     def put_dq(self, tile, wg, reduction_op: Literal["add"] | None = "add"):
         """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory.
@@ -690,6 +697,6 @@ class FusedCta:
         return self.smem.dq.at[0 if self.blocks.whole_dq else wg]
 
     def meet(self):
-        """Waits for the other warpgroup."""
+        """Waits until both compute warpgroups have come here."""
         plgpu.barrier_arrive(self.smem.met)
         plgpu.barrier_wait(self.smem.met)

@@ -203,9 +203,9 @@ BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # to 32 bytes. One loop masks every tile at 64, where two of a causal mask spill 284, and with a
 # static window, where they spill 28 and were not timed.
 PACKED = BY_ARRAYS | {d: _PING_PONG[d] for d in (96, 128)}
-# Lists: partial and whole tiles in one loop, see `of_list` in kernel.py. Handing over late is 1.02
-# to 1.03 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a third stage
-# of Q 0.95 to 1.00.
+# Lists: partial and whole tiles in one loop, see `hide_listed_keys` in kernel.py. Handing over late
+# is 1.02 to 1.03 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a
+# third stage of Q 0.95 to 1.00.
 LISTED = BY_ARRAYS | {
     d: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, late_handover=True) for d in (96, 128)
 }
@@ -435,20 +435,20 @@ def scratch(
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
     bar, auxiliary = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
-    of_k, of_v = swizzles_of_k_and_v(problem, blocks, arrays)
+    k_swizzle, v_swizzle = swizzles_of_k_and_v(problem, blocks, arrays)
     received = None
     if blocks.sums_bias:
-        received = tile_buffer((blocks.received_rows, block_q), dtype, of_k)
+        received = tile_buffer((blocks.received_rows, block_q), dtype, k_swizzle)
         if interpret:  # where whole tiles of float32 are added
             received = plgpu.SMEM((block_kv, block_q), jnp.float32)
-    of_cluster = functools.partial(pipeline.empty_barrier, blocks.bias_cluster)
+    cluster_barrier = functools.partial(pipeline.empty_barrier, blocks.bias_cluster)
     sums, may_pad = blocks.sums_bias, {"q_lengths", "kv_lengths", "kv_segments"} & problem.features
     return FusedSmem(
-        q=tile_buffer((blocks.stages, block_q, head_dim), dtype, of_k),
-        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, of_v),
-        k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
-        v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_v),
-        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
+        q=tile_buffer((blocks.stages, block_q, head_dim), dtype, k_swizzle),
+        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, v_swizzle),
+        k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, k_swizzle),
+        v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, v_swizzle),
+        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, k_swizzle),
         dq=tile_buffer((len(blocks.dq_parts), *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
@@ -477,8 +477,8 @@ def scratch(
         dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         padded_full=bar() if may_pad else None,
         summed_full=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages) if sums else None,
-        summed_empty=of_cluster(1, blocks.ds_stages) if sums else None,
-        receives=of_cluster(1, 1) if sums else None,
+        summed_empty=cluster_barrier(1, blocks.ds_stages) if sums else None,
+        receives=cluster_barrier(1, 1) if sums else None,
     )
 
 
@@ -490,5 +490,5 @@ def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardA
     """
     matmuls, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
     k, v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
-    of_k = matmuls.swizzle(problem.head_dim, *k, summed_rows=columns)
-    return of_k, matmuls.swizzle(problem.head_dim, *v)
+    k_swizzle = matmuls.swizzle(problem.head_dim, *k, summed_rows=columns)
+    return k_swizzle, matmuls.swizzle(problem.head_dim, *v)

@@ -193,22 +193,34 @@ class PairedKernel(DkvKernel):
             pair = unknown(cta.kv_head) * self.problem.batch + unknown(cta.batch)
             return unknown(cta.block), pair * PAIR + unknown(cta.rank)
 
-        bars = {"stored": cta.bars.stored, "others_stored": cta.bars.others_stored}
-        count = diagonal.num_stored(self, total)
-        return OwnTiles(count, total, flags, place, self.num_blocks, **bars)
+        return OwnTiles(
+            count=diagonal.num_stored(self, total),
+            total=total,
+            flags=flags,
+            place=place,
+            num_blocks=self.num_blocks,
+            stored=cta.bars.stored,
+            others_stored=cta.bars.others_stored,
+        )
 
     def run_roles(self, cta: PairedCta):
-        """Sends each warpgroup to its role."""
+        """Sends each warpgroup to its role: dV, dK, or the producer."""
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
         pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
         pl.when(wg == PRODUCER)(lambda: self.loads(cta))
 
     def q_tiles(self, gmem: BackwardArrays, own_tile) -> QTileRange:
-        size = self.blocks.block_kv, self.blocks.block_q
-        one_loop = mask_everywhere(self.problem) or self.blocks.mask_all
-        loops = {"mask_all": one_loop, "shift": own_tile[2] if self.blocks.stagger else 0}
-        return QTileRange.of(self.problem, gmem, (own_tile[0], own_tile[2]), *size, **loops)
+        batch, _, block = own_tile
+        return QTileRange.of(
+            self.problem,
+            gmem,
+            (batch, block),
+            self.blocks.block_kv,
+            self.blocks.block_q,
+            mask_all=mask_everywhere(self.problem) or self.blocks.mask_all,
+            shift=block if self.blocks.stagger else 0,
+        )
 
     # --- warpgroup 0 -----------------------------------------------------------------------------
 
@@ -327,7 +339,7 @@ class PairedKernel(DkvKernel):
         plgpu.barrier_arrive(cta.bars.dq_full.at[warpgroup])
 
     def last_dq(self, cta: PairedCta, warpgroup: int):
-        """Leaves dQ of the last tile."""
+        """Computes a warpgroup's part of dQ of the last tile, and leaves it to be added."""
         total = cta.q_tiles.total
 
         def run(dq_acc):

@@ -106,10 +106,11 @@ class DkvKernel:
         if self.blocks.joined(self.problem) == 2:
             far = self.auxiliary.far(gmem.auxiliary, own_tile[0], own_tile[1] * self.problem.group)
             return QTilePairs.of(self.problem, gmem, own_tile, WARPGROUP_ROWS, far)
-        loops = {"mask_all": mask_everywhere(self.problem)}
+        mask_all = mask_everywhere(self.problem)
         if self.problem.is_listed:
-            return QTileList.of(self.problem, gmem, own_tile, *size, **loops)
-        return QTileRange.of(self.problem, gmem, (own_tile[0], own_tile[2]), *size, **loops)
+            return QTileList.of(self.problem, gmem, own_tile, *size, mask_all=mask_all)
+        own_tile = own_tile[0], own_tile[2]
+        return QTileRange.of(self.problem, gmem, own_tile, *size, mask_all=mask_all)
 
     # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
 
@@ -418,7 +419,7 @@ class DkvLoads:
         return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
 
     def __call__(self, cta: DkvCta):
-        """Runs the producer."""
+        """Runs the producer warpgroup: gives registers away, then loads all tiles."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         self.load_all(cta)
 
@@ -475,18 +476,18 @@ class DkvLoads:
         pair_tiles = enumerate(cta.q_tiles.both(n))
         place = lambda i: (pl.ds(i * self.rows, self.rows),)
         return [
-            (place(i), head_of(member), rows_at(block), rows_at(of_lse))
-            for i, (member, block, of_lse) in pair_tiles
+            (place(i), head_of(member), rows_at(block), rows_at(lse_block))
+            for i, (member, block, lse_block) in pair_tiles
         ]
 
     def load_q(self, cta: DkvCta, n):
         """Loads Q of the n-th tile, its lse and its streamed auxiliary inputs."""
         parts = self.parts(cta, n)
         cta.q.wait_empty(n)
-        for part, head, rows, of_lse in parts:
+        for part, head, rows, lse_rows in parts:
             q = rows_of(cta.gmem.q, (cta.batch, rows, head), cta.smem.q)
             self.load(cta.q, n, q, cta.smem.q, part)
-            lse = cta.gmem.lse_log2.at[cta.batch, head, of_lse]
+            lse = cta.gmem.lse_log2.at[cta.batch, head, lse_rows]
             self.load(cta.q, n, lse, cta.smem.lse, part)
         if self.auxiliary.copies:
             member, block = cta.q_tiles[n]

@@ -152,7 +152,7 @@ class DqKernel:
     def step(self, cta: DqCta, kv_tiles: KvTiles, rows: DqRows, dq_acc, n, *, masked, far=None):
         """Computes dS of the n-th KV tile and issues dQ += dS K.
 
-        `far` is given where queries may be shifted.
+        `far` is None unless queries may be shifted.
         """
         limits = Limits()
         tile = self.tile(cta, kv_tiles[n])

@@ -8,8 +8,8 @@ L' = the tangent of L,
     dQ' = scale (dS' K + dS K')         dK' = scale (dS'^T Q + dS^T Q')
     dV' = P'^T dO + P^T dO'
 
-where dP = dO V^T and dS = P o (dP - D) are those of the backward. O', L' and D' have been found by
-the tangent kernel of the forward. Queries and keys change places between the results, so one kernel
+where dP = dO V^T and dS = P o (dP - D) are those of the backward. O', L' and D' come from the
+tangent kernel of the forward. Queries and keys change places between the results, so one kernel
 has them all. A CTA owns rows of two operands, A and B, and goes through columns of C and E:
 
     rows          A  B   C  E   results
@@ -111,8 +111,8 @@ class PushKernel:
     @property
     def names(self) -> tuple[tuple[str, str], tuple[str, str]]:
         """Fields of BackwardArrays that are (A, B), and (C, E)."""
-        of_queries, of_keys = ("q", "do"), ("k", "v")
-        return (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
+        query_names, key_names = ("q", "do"), ("k", "v")
+        return (key_names, query_names) if self.q_axis else (query_names, key_names)
 
     def __call__(self, gmem: PushArrays, *refs):
         *out, smem, bars = refs
@@ -142,8 +142,8 @@ class PushKernel:
         """Returns the tiles of columns that a CTA goes through."""
         size = self.blocks.rows, self.blocks.columns
         if self.q_axis:
-            loops = {"mask_all": mask_everywhere(self.problem)}
-            return QTileRange.of(self.problem, arrays, (batch, block), *size, **loops)
+            mask_all = mask_everywhere(self.problem)
+            return QTileRange.of(self.problem, arrays, (batch, block), *size, mask_all=mask_all)
         position = block * self.blocks.rows + arrays.offset(self.problem, batch)
         return KvTileRange.of(self.problem, arrays, (batch, block, position), *size)
 
@@ -266,7 +266,7 @@ class PushKernel:
         return *left, *(tile.at[self.hidden(slot)] for tile in cta.smem.streamed[pair])
 
     def hidden(self, slot):
-        """Returns a slot that is found anew in every step, even where there is only one.
+        """Returns a slot that is computed anew in every step, even where there is only one.
 
         Descriptors of operands are then not held over the loop: 400 to 1,000 bytes of spills at
         head dim 256.

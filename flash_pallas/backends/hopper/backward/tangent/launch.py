@@ -67,9 +67,9 @@ def push_backward(
     tangents = {}
     for q_axis, results, blocks in plan:
         run = push_launch(native, blocks, q_axis, results, interpret)
-        of_rows = ("k", "v") if q_axis else ("q",)
+        row_names = ("k", "v") if q_axis else ("q",)
         out = run(padding.cleared(operands), arrays)
-        tangents |= {of_rows[i]: x for i, x in zip(results, out, strict=True)}
+        tangents |= {row_names[i]: x for i, x in zip(results, out, strict=True)}
     joined = Matmuls(problem.dtype).joined
     unpadded = lambda name, x: joined(tangents[name])[:, : x.shape[1], :, : x.shape[3]]
     q, k, v = (unpadded(name, getattr(operands, name)) for name in ("q", "k", "v"))
