@@ -308,8 +308,8 @@ def sign_factor(problem: Problem) -> float:
 def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits):
     """Computes P of a tile times sign_factor, f32, negative where dropout drops it.
 
-    One tile says what P, pull(P) and `kept` say in three. Arguments are those of `weights`, except
-    that lse is less by log2(sign_factor).
+    One tile holds what P, pull(P) and `kept` hold in three. Arguments are those of `weights`, but
+    lse is less by log2(sign_factor).
     """
     spec = problem.spec
     x, log2_scale, _ = logits(spec, tile, s, inputs, limits)
@@ -347,7 +347,7 @@ def may_defer(problem: Problem) -> bool:
 def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
     """Returns (logits of a tile over the cap, f32; their factor for logits in base 2).
 
-    One tile says what P and pull(P) say in two.
+    One tile holds what P and pull(P) hold in two.
     """
     over_cap = logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
     return over_cap.x, over_cap.log2_scale

@@ -50,7 +50,7 @@ def widen(raw, tile, swizzles: tuple[int, int], interpret: bool, most: int | Non
         tile: [rows, columns] in shared memory, of bfloat16 or float16.
         swizzles: swizzles of raw and of tile, in bytes.
         interpret: run by the interpreter.
-        most: a thread loads up to so many times eight numbers before it stores any; None: all.
+        most: number of eights that a thread loads before it stores any; None: all of them.
     """
     if interpret:
         tile[...] = raw[...].astype(tile.dtype)
@@ -230,7 +230,7 @@ def _widen_body(code: str, most: int | None, _, raw, tile):
 
 
 class _Panels(NamedTuple):
-    """The places of a thread in a tile that is seen as panels of so many columns.
+    """The places of a thread in a tile that is seen as panels of `columns` columns.
 
     The tile's own panels, as wide as its swizzle, may be wider or narrower by a power of two.
     """
@@ -247,7 +247,7 @@ class _Panels(NamedTuple):
         return cls(tile, columns, [pointer(tile, row, start(n)) for n in range(per_panel)])
 
     def pointer(self, panel: int, row: int):
-        """Returns a pointer to the place in a panel, so many rows further, a multiple of eight."""
+        """Returns a pointer to the place in a panel, `row` rows further, a multiple of eight."""
         strides, _ = self.tile.type.get_strides_and_offset()
         _, _, inner, own = self.tile.type.shape
         which = panel % len(self.first)

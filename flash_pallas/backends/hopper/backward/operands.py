@@ -126,7 +126,7 @@ class BackwardArrays(NamedTuple):
         )
 
     def with_rows_past(self, rows: int) -> BackwardArrays:
-        """Adds so many rows past the last query to what has one value a row; they see no key."""
+        """Pads what has one value a row by `rows` rows past the last query, which see no key."""
         longer = self.lse_log2.shape[2] + rows
         return self._replace(
             lse_log2=pad_axis(self.lse_log2, 2, longer, EMPTY_ROW),

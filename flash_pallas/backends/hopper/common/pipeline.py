@@ -143,9 +143,9 @@ def rows_of(ref, index, tile, column: int | None = None):
 # a tile and multicasts it: TMA writes it into the same slot of every CTA and counts its bytes in
 # the full barrier of each. That changes two things about the ring, and nothing else:
 #
-#     full    belongs to one CTA. Its producer announces all bytes of a tile, whoever sends them, so
-#             a consumer waits as ever. Bytes of a neighbour may come before they are announced: the
-#             phase cannot end, as the producer's own arrival is still missing.
+#     full    belongs to one CTA. Its producer announces all bytes of a tile, from any CTA, so a
+#             consumer waits as without a cluster. Bytes of a neighbour may come before they are
+#             announced: the phase cannot end, as the producer's own arrival is still missing.
 #     empty   is a promise to all producers, since all of them write here. A consumer that has read
 #             a slot arrives at the empty barrier of every CTA, and each counts the warpgroups of
 #             the cluster. A producer that has waited for its own may overwrite the slot everywhere.
@@ -244,7 +244,7 @@ class Loader(NamedTuple):
 
     Attributes:
         padding: padding of the array's rows.
-        arrived: mbarrier of one arrival that nobody else uses.
+        arrived: mbarrier of one arrival, for this loader alone.
         swizzle: swizzle of the tile in shared memory, in bytes.
         interpret: run under the interpreter.
         threads: number of threads that load together, WARP or WARPGROUP.

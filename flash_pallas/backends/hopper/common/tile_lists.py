@@ -23,7 +23,7 @@ AT_ONCE = 132  # CTAs: as many SMs as an H100 or H200 has
 
 
 def ordered(lists: BlockLists, batch: int, heads: int) -> BlockLists:
-    """Returns the lists of all tiles of so many entries and heads, in one, and the tiles' order."""
+    """Returns the lists of all tiles, for `batch` entries and `heads` heads, with their order."""
     return lists.in_one._replace(order=block_lists.longest_first(lists, batch, heads))
 
 

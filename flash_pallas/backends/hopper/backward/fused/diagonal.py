@@ -8,8 +8,8 @@ CTAs have stored: those of later keys, for whose flags it waits once. In a secti
 last keys start first, so a CTA waits only on CTAs that have already started. GPUs start CTAs in the
 order of the grid; CUDA does not promise it.
 
-The loops of the last keys are the shortest. The last section has the longest loops first, lest SMs
-be idle at the end, so its dQ is cleared and all of its CTAs add (`clears_last`).
+The loops of the last keys are the shortest. The last section has the longest loops first, so that
+no SM is idle at the end; its dQ is cleared, and all of its CTAs add (`clears_last`).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def allowed(problem: Problem, num_blocks: int, sections: int) -> bool:
 def clears_last(problem: Problem) -> bool:
     """Returns whether the last section has no CTAs that store dQ.
 
-    At head dim 64 ptxas spills 32 bytes in the loop where it is told apart, 4 % at T=1024; below,
-    it makes no difference. At 96 and 128 it is 1.02 to 1.05 of sections that are all alike.
+    At head dim 64 ptxas spills 32 bytes in the loop that tells it apart, 4 % at T=1024; below, it
+    makes no difference. At 96 and 128 it is 1.02 to 1.05 of sections that are all alike.
     """
     return problem.head_dim > 64
 
@@ -184,6 +184,6 @@ class OwnTiles(NamedTuple):
             inline.fence_copies()
 
     def are_stored(self):
-        """Says, as the storing warp, that all it has copied so far lies in device memory."""
+        """Signals, as the storing warp, that all it has copied so far lies in device memory."""
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.stored)

@@ -15,7 +15,7 @@ that of `Lockstep` or `PingPong`, below it.
 
 dK and dV stay in registers for all Q tiles. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add, or
-stores it where nobody has added before (diagonal.py). The order of those adds differs from run to
+stores it where no CTA has added before (diagonal.py). The order of those adds differs from run to
 run, and with it the last bits of dQ; backward/split has the deterministic pair. The gradient of a
 bias may be added up here too: dbias.py.
 
@@ -889,7 +889,7 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
     """Adds the dQ tiles of one KV tile, or stores those that no CTA has written before."""
     cta = cta.at_kv_tile(kv_index)
     total, zero = cta.q_tiles.total, jnp.int32(0)
-    if cta.launch.part is Part.FAR:  # nobody else has dQ of this pair
+    if cta.launch.part is Part.FAR:  # no other CTA adds to dQ of this pair
 
         @pl.when(kv_index == 0)
         def _():

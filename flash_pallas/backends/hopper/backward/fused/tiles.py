@@ -288,7 +288,7 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
 
 
 def without_sums(blocks: FusedBlocks) -> FusedBlocks:
-    """Returns `blocks` for a call in which nobody asks for the gradient of its bias."""
+    """Returns `blocks` for a call that does not ask for the gradient of its bias."""
     if not blocks.sums_bias:
         return blocks
     one_launch = {"num_launches": 1, "kv_launches": 1, "persistent_clusters": 1, "kv_stages": 1}

@@ -12,7 +12,7 @@ the columns of dQ for all 128 keys:
 
 dQ of a tile is computed in the step after it, so that the other CTA's dS has a step to arrive. The
 order in which pairs add to dQ differs from run to run, and with it the last bits; backward/split is
-deterministic. Where nobody has added before, dQ is stored: see backward/fused/diagonal.py.
+deterministic. Where no CTA has added before, dQ is stored: see backward/fused/diagonal.py.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class PairedKernel(DkvKernel):
     def leave_dq(self, cta: PairedCta, n, warpgroup: int, dq):
         """Leaves a warpgroup's part of dQ of the tile before the n-th, to be added.
 
-        Stored in the first step too, though nobody adds it: a branch around registers that wgmmas
+        Stored in the first step too, though not added then: a branch around registers that wgmmas
         have written makes ptxas end those in flight (C7517).
         """
         slots = len(cta.smem.dq)
