@@ -27,7 +27,7 @@ class Part(enum.Enum):
     """Rows that a launch computes."""
 
     ALL = "all"
-    NEAR = "near"  # small logits; it says where there were others
+    NEAR = "near"  # rows with small logits; it notes where there were others
     FAR = "far"  # the rows that NEAR has left
     ALL_IF_NEAR = "all if near"  # none, if some row of the call has large logits
     ALL_IF_FAR = "all if far"  # none, if no row has
