@@ -97,13 +97,13 @@ def wanted() -> bool:
     Raises:
         ValueError: The environment variable has another value than 0 and 1.
     """
-    given = os.environ.get(VARIABLE, "")
-    if given not in ("", "0", "1"):
+    setting = os.environ.get(VARIABLE, "")
+    if setting not in ("", "0", "1"):
         raise ValueError(
-            f"{VARIABLE} is {given!r}; set it to 1 to compile kernels ahead, to 0 not to, or unset "
-            f"it to do so on {CORES} cores and more"
+            f"{VARIABLE} is {setting!r}; set it to 1 to compile kernels ahead, to 0 not to, or "
+            f"unset it to do so on {CORES} cores and more"
         )
-    return given == "1" if given else len(os.sched_getaffinity(0)) >= CORES
+    return setting == "1" if setting else len(os.sched_getaffinity(0)) >= CORES
 
 
 def watch() -> None:

@@ -72,9 +72,9 @@ def gmem(problem: Problem, q_axis: int, operands: Operands) -> AuxiliaryGmem:
 # --- Tangents of these inputs, which a kernel reads as it does the inputs of another call ---------
 
 
-def moves_of(given: Operands) -> frozenset[str]:
+def moves_of(tangents: Operands) -> frozenset[str]:
     """Returns the names of the inputs that have tangents, but the sinks: they move no score."""
-    return frozenset(name for name in EXTRA_GRADS if jax.tree.leaves(getattr(given, name)))
+    return frozenset(name for name in EXTRA_GRADS if jax.tree.leaves(getattr(tangents, name)))
 
 
 def of_tangents(problem: Problem, moves: frozenset[str]) -> Problem:
@@ -87,10 +87,10 @@ def of_tangents(problem: Problem, moves: frozenset[str]) -> Problem:
     )
 
 
-def only(given: Operands, moves: frozenset[str]) -> Operands:
+def only(tangents: Operands, moves: frozenset[str]) -> Operands:
     """Returns the tangents of `moves` as operands of a call that has no others."""
-    none = given._replace(**dict.fromkeys(Operands._fields))
-    kept = {name: getattr(given, name) for name in moves}
+    none = tangents._replace(**dict.fromkeys(Operands._fields))
+    kept = {name: getattr(tangents, name) for name in moves}
     return none._replace(score_params=(), mask_params=())._replace(**kept)
 
 
@@ -128,8 +128,8 @@ def kind(shape, q_axis: int) -> str | None:
 def entry(problem: Problem, shape, batch, head):
     """Returns (batch entry, head) of a bias or mask that may be shared between several."""
     repeat = problem.batch // shape[0]
-    found = lax.div(batch, jnp.int32(repeat)) if shape[0] > 1 else 0
-    return found, head if shape[1] > 1 else 0
+    shared_entry = lax.div(batch, jnp.int32(repeat)) if shape[0] > 1 else 0
+    return shared_entry, head if shape[1] > 1 else 0
 
 
 def scalars(arrays: AuxiliaryGmem, batch, head) -> TileInputs:
@@ -178,8 +178,8 @@ def _prepared(x):
 
 def _vectors(problem: Problem, axis: int, operands: Operands) -> tuple:
     """Returns the vectors of queries (axis 0) or keys (1), padded so that none is seen there."""
-    found = ((x, getattr(operands, x)) for x in scores.vectors(problem, axis))
-    return tuple(pad_axis(x, 1, within_reach(x.shape[1]), PADDING[name]) for name, x in found)
+    arrays = ((name, getattr(operands, name)) for name in scores.vectors(problem, axis))
+    return tuple(pad_axis(x, 1, within_reach(x.shape[1]), PADDING[name]) for name, x in arrays)
 
 
 def within_reach(length: int) -> int:

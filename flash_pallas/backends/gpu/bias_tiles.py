@@ -109,9 +109,9 @@ def members_of(problem: Problem, own: BiasTile, parts: int, size, cluster: int =
     spec, (block_q, block_kv) = problem.spec, size
     if not problem.traced_offset and not spec.mask.is_trivial:
         start, keys = own.q_block * block_q, cluster * block_kv
-        found = spec.mask.kv_blocks(start + spec.q_offset, block_q, problem.kv_len, keys)
+        kv_blocks = spec.mask.kv_blocks(start + spec.q_offset, block_q, problem.kv_len, keys)
         column = lax.div(own.kv_block, jnp.int32(cluster))
-        seen = (column >= found.start) & (column < found.stop)
+        seen = (column >= kv_blocks.start) & (column < kv_blocks.stop)
         total = lax.select(seen, total, jnp.int32(0))
     heads = problem.q_heads // bias_heads
     batch = entry * (problem.batch // entries)
@@ -121,8 +121,8 @@ def members_of(problem: Problem, own: BiasTile, parts: int, size, cluster: int =
 def bias_place(problem: Problem, own: BiasTile):
     """Returns (entry, head) of the bias that a sum belongs to."""
     entries, heads = problem.bias_shape[:2]
-    of_part, head = divide(own.part, heads)
-    return divide(of_part, entries)[1], head
+    part_entry, head = divide(own.part, heads)
+    return divide(part_entry, entries)[1], head
 
 
 def sharing(problem: Problem) -> int:

@@ -44,15 +44,15 @@ def infer_targets(capability: Callable[[], str | None]) -> None:
     Args:
         capability: called for each kernel; returns such as "9.0", or None for the default device's.
     """
-    here = utils._infer_arch
+    infer_default = utils._infer_arch
 
-    def there() -> tuple[int, int]:
-        if (found := capability()) is None:
-            return here()
-        major, minor = map(int, found.split("."))
+    def infer_target() -> tuple[int, int]:
+        if (target := capability()) is None:
+            return infer_default()
+        major, minor = map(int, target.split("."))
         return major, minor
 
-    utils._infer_arch = there
+    utils._infer_arch = infer_target
 
 
 # --- The kernels that were lowered ----------------------------------------------------------------
@@ -115,8 +115,10 @@ def equal_variables(system):
         system: a jax.experimental.mosaic.gpu.constraints.ConstraintSystem.
     """
     groups = {}
-    for one in system.constraints:
-        sides = (one.lhs, one.rhs) if isinstance(one, constraints.Equals) else ()
+    for constraint in system.constraints:
+        sides = (
+            (constraint.lhs, constraint.rhs) if isinstance(constraint, constraints.Equals) else ()
+        )
         if sides and all(isinstance(side, constraints.Variable) for side in sides):
             left, right = (groups.setdefault(side, [side]) for side in sides)
             if left is not right:

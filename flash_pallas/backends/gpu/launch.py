@@ -80,8 +80,8 @@ def launch(
     # XLA lets a kernel write a result where a loop stacks it, and runs it a second time for all who
     # read the result as it is: each layer of a scanned model had two forwards. A barrier for each:
     # with one for all of them XLA of jax 0.12 copies the slices that the kernel reads.
-    alone = jax.lax.optimization_barrier
-    return lambda *operands: jax.tree.map(alone, call(*jax.tree.map(aligned, operands)))
+    barrier = jax.lax.optimization_barrier
+    return lambda *operands: jax.tree.map(barrier, call(*jax.tree.map(aligned, operands)))
 
 
 def aligned(x):
@@ -106,17 +106,17 @@ def shared_memory(scratch) -> int:
     jax/_src/pallas/mosaic_gpu/lowering.py.
     """
     total = 0
-    for each in jax.tree.leaves(scratch):
-        if isinstance(each, plgpu.Barrier | plgpu.ClusterBarrier):
-            total += BARRIER_BYTES * each.get_ref_aval().size
+    for buffer in jax.tree.leaves(scratch):
+        if isinstance(buffer, plgpu.Barrier | plgpu.ClusterBarrier):
+            total += BARRIER_BYTES * buffer.get_ref_aval().size
         else:
-            size = math.prod(each.shape) * jnp.dtype(each.dtype).itemsize
+            size = math.prod(buffer.shape) * jnp.dtype(buffer.dtype).itemsize
             total += round_up(size, BUFFER_ALIGNMENT)
     return total
 
 
 def float32(shape):
-    """Returns a ShapeDtypeStruct of float32."""
+    """Describes a float32 array of this shape, such as a result of a launch."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
@@ -165,8 +165,8 @@ def score_grads(
         if kind == "tile":
             grads["bias"] = _of_tiles(problem, launch("tile", ("bias",))[0])
         elif kind == "columns":
-            found = launch("columns", ("bias",))[0]
-            grads["bias"] = _shared(problem, found[:, :, None, : problem.kv_len])
+            key_sums = launch("columns", ("bias",))[0]
+            grads["bias"] = _shared(problem, key_sums[:, :, None, : problem.kv_len])
         else:
             by_row.append("bias")
     if "alibi_slopes" in wanted:
@@ -175,14 +175,14 @@ def score_grads(
     floats = [i for i, x in enumerate(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     if by_row or floats:
         names = (*by_row, *floats)
-        found = dict(zip(names, launch("rows", names), strict=True))
-        found = {name: x[:, :, : problem.q_len] for name, x in found.items()}
-        if "bias" in found:
-            grads["bias"] = _shared(problem, found["bias"][..., None])
-        if "alibi_slopes" in found:
-            grads["alibi_slopes"] = found["alibi_slopes"].sum(axis=2)
-        of_head = lambda i, x: found[i].sum(axis=2).astype(x.dtype) if i in found else None
-        grads["score_params"] = tuple(of_head(i, x) for i, x in enumerate(params))
+        sums = dict(zip(names, launch("rows", names), strict=True))
+        sums = {name: x[:, :, : problem.q_len] for name, x in sums.items()}
+        if "bias" in sums:
+            grads["bias"] = _shared(problem, sums["bias"][..., None])
+        if "alibi_slopes" in sums:
+            grads["alibi_slopes"] = sums["alibi_slopes"].sum(axis=2)
+        head_sum = lambda i, x: sums[i].sum(axis=2).astype(x.dtype) if i in sums else None
+        grads["score_params"] = tuple(head_sum(i, x) for i, x in enumerate(params))
     return grads
 
 
@@ -200,19 +200,19 @@ def term(name, tile: RegisterTile, dz, dparams):
     return scores.slope_pull(tile, dz) if name == "alibi_slopes" else dparams[name]
 
 
-def _of_tiles(problem: Problem, found):
+def _of_tiles(problem: Problem, sums):
     """Returns the bias's gradient from one array, or from several that are to be added up."""
     entries, _, q_len, kv_len = problem.bias_shape
-    found = found[:, :, :q_len, :kv_len]
-    if found.shape[0] > entries:
-        found = found.reshape(-1, *problem.bias_shape).sum(axis=0)
-    return found.astype(problem.bias_dtype)
+    sums = sums[:, :, :q_len, :kv_len]
+    if sums.shape[0] > entries:
+        sums = sums.reshape(-1, *problem.bias_shape).sum(axis=0)
+    return sums.astype(problem.bias_dtype)
 
 
-def _shared(problem: Problem, found):
+def _shared(problem: Problem, sums):
     """Sums [B, N, T, 1] or [B, N, 1, S] over all that share one element of the bias."""
     entries, heads = problem.bias_shape[:2]
-    found = found.reshape(entries, problem.batch // entries, heads, -1, *found.shape[2:])
-    found = found.sum(axis=(1, 3))
+    sums = sums.reshape(entries, problem.batch // entries, heads, -1, *sums.shape[2:])
+    sums = sums.sum(axis=(1, 3))
     axes = tuple(axis for axis in (2, 3) if problem.bias_shape[axis] == 1)
-    return found.sum(axis=axes, keepdims=True).astype(problem.bias_dtype)
+    return sums.sum(axis=axes, keepdims=True).astype(problem.bias_dtype)

@@ -74,10 +74,10 @@ class RegisterTile(Tile):
         rows, columns = self.by_axis(q_keys, kv_keys)
         return modifiers.kept(rows, columns, dropout.threshold(rate))
 
-    def by_axis(self, of_queries, of_keys):
+    def by_axis(self, q_values, kv_values):
         """Returns (what belongs to rows, what belongs to columns), spread over the tile."""
-        of_queries, of_keys = self.per_q(of_queries), self.per_kv(of_keys)
-        return (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
+        q_values, kv_values = self.per_q(q_values), self.per_kv(kv_values)
+        return (kv_values, q_values) if self.q_axis else (q_values, kv_values)
 
 
 def alibi(position, key, falls):
@@ -104,8 +104,8 @@ def logits(
 ) -> Logits:
     """Computes core.scores.logits of s = q @ k^T, `hidden` where hidden, for all kernels."""
     inputs, some, again = look(tile, inputs)
-    found = scores.logits(spec, tile, s, inputs, hides=some is None, relative=relative)
-    x = found.x
+    unmasked = scores.logits(spec, tile, s, inputs, hides=some is None, relative=relative)
+    x = unmasked.x
     if some is not None:
         hide = lambda: jnp.where(again() == -math.inf, hidden, x)
         x = lax.cond(some > 0, hide, lambda: x)
@@ -114,7 +114,7 @@ def logits(
     visible = scores.visible(spec, tile, inputs)
     if visible is not None:
         x = jnp.where(visible, x, hidden)
-    return found._replace(x=x)
+    return unmasked._replace(x=x)
 
 
 def look(tile: RegisterTile, inputs: TileInputs) -> tuple[TileInputs, Any, Any]:
@@ -150,12 +150,12 @@ def with_bias(problem: Problem, inputs: TileInputs, bias, again: Callable, some=
     if problem.bias_shape[2:] == (1, 1) or problem.spec.only_caps:
         return inputs._replace(bias=bias)
 
-    def found(interpret: bool):
+    def look_at_bias(interpret: bool):
         if some is None:
             return *infinities.looked_at(bias, interpret), again
         return bias, some(interpret), again
 
-    return inputs._replace(bias=bias, bias_look=found)
+    return inputs._replace(bias=bias, bias_look=look_at_bias)
 
 
 def _within_interval(tile: RegisterTile, x, inputs: TileInputs, hidden: float):
@@ -177,8 +177,8 @@ def _within_interval(tile: RegisterTile, x, inputs: TileInputs, hidden: float):
 # P * C, and that of scale * q @ k^T is pull(P * C), where `pull` goes back through score_mod and
 # softcap. It is linear and elementwise: pull(P) * C is the same, and pull(P) needs no dP.
 
-# Of logits over the cap: its square is finite, so that P = 0 times that is 0. A cap from here on
-# makes P of it 0.
+# What hidden logits over the cap become: the square is finite, so that P = 0 times it is 0. P is 0
+# with any cap of at least _LOWEST_CAP.
 _HIDDEN = -1e18
 _LOWEST_CAP = 1e-9
 
@@ -199,22 +199,24 @@ def row_shift(problem: Problem, auxiliary: AuxiliaryGmem, far, head, query, some
     first = far - 1 + member * rows + query
 
     def subtract(tile: RegisterTile, x):
-        given = auxiliary.shift, first, tile.q_axis, tile.interpret
-        less = lambda: online_softmax.less_shift(x, *given)
+        shift, q_axis = auxiliary.shift, tile.q_axis
+        less = lambda: online_softmax.less_shift(x, shift, first, q_axis, tile.interpret)
         return less() if some is None else lax.cond(some > 0, less, lambda: x)
 
     return subtract
 
 
 class Weights(NamedTuple):
-    """A tile of P."""
+    """A tile of P, recomputed, with what dS is made of."""
 
     p: Any  # f32, 0 where hidden; without dropout. See also `marked`
     kept: Any  # bool, or None without dropout
-    pull: Any  # see core.scores.Logits
+    pull: Callable  # see core.scores.Logits
     marked: bool = False  # p is NaN for keys with a bias of -inf
     interpret: bool = False
-    capped: Any = None  # pull of a softcap alone next to a bias, which may make NaN of padding
+    capped: Callable | None = (
+        None  # pull of a softcap alone next to a bias, which may make NaN of padding
+    )
 
 
 def marks_hidden(problem: Problem) -> bool:
@@ -257,7 +259,7 @@ def weights(
         inputs: inputs of score modifiers.
         limits: what positions leave visible of the tile.
         polynomials: share of the exponentials that the multiply-add units compute.
-        marks: the caller can do with `marked` weights.
+        marks: the caller accepts `marked` weights.
     """
     spec, marked, capped = problem.spec, False, None
     if problem.bias_shape is not None:
@@ -306,8 +308,8 @@ def sign_factor(problem: Problem) -> float:
 def signed(problem: Problem, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits):
     """Computes P of a tile times sign_factor, f32, negative where dropout drops it.
 
-    One tile says what P, pull(P) and `kept` say in three. Arguments are those of `weights`, except
-    that lse is less by log2(sign_factor).
+    One tile holds what P, pull(P) and `kept` hold in three. Arguments are those of `weights`, but
+    lse is less by log2(sign_factor).
     """
     spec = problem.spec
     x, log2_scale, _ = logits(spec, tile, s, inputs, limits)
@@ -338,17 +340,17 @@ def may_defer(problem: Problem) -> bool:
     spec = problem.spec
     if spec.softcap is None or spec.softcap < _LOWEST_CAP or far_of(spec, problem.dtype):
         return False
-    other = spec.modifiers - {"softcap", "mask_mod"}
-    return not other and problem.bias_shape is None
+    other_modifiers = spec.modifiers - {"softcap", "mask_mod"}
+    return not other_modifiers and problem.bias_shape is None
 
 
 def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
     """Returns (logits of a tile over the cap, f32; their factor for logits in base 2).
 
-    One tile says what P and pull(P) say in two.
+    One tile holds what P and pull(P) hold in two.
     """
-    found = logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
-    return found.x, found.log2_scale
+    over_cap = logits(problem.spec, tile, s, inputs, limits, hidden=_HIDDEN)
+    return over_cap.x, over_cap.log2_scale
 
 
 def of_capped(tile: RegisterTile, held, lse, dp, delta, *, polynomials: float = 0.0):
@@ -383,11 +385,11 @@ def pushed(problem: Problem, tile: RegisterTile, held: tuple[Any, Any], dqk, mov
     if problem.bias_shape is not None:
         pull = _zero_where_hidden(p, pull)
     dx, dparams = pull(p)
-    found: Any = dx * dz
+    tangents: Any = dx * dz
     for by_param, tangent in zip(dparams, moved.score_params, strict=False):
         if tangent is not None and by_param is not None:
-            found = found + by_param * spread(tangent)
-    return found
+            tangents = tangents + by_param * spread(tangent)
+    return tangents
 
 
 def _zero_where_hidden(p, pull, marked: bool = False):
@@ -412,7 +414,7 @@ def pulled(w: Weights):
 
 
 def operand(problem: Problem, w: Weights):
-    """Returns what `dropped` does in 16 bits."""
+    """Returns keep * P in the 16 bits of the problem's dtype, for the matmul of dV."""
     p = dropped(problem, w._replace(marked=False)).astype(problem.dtype)
     return infinities.numbers(p, w.interpret) if w.marked else p
 

@@ -43,10 +43,10 @@ def call(function: Callable, shape: tuple[int, ...], *args, divide: Callable = l
     values = tape.constants | dict(zip(names, inputs, strict=True))
     read = lambda x: x.val if isinstance(x, Literal) else values[x]
     for primitive, params, operands, made in tape.needed(results):
-        given = [read(x) for x in operands]
+        arguments = [read(x) for x in operands]
         if primitive.name in ELEMENTWISE or primitive.name == "broadcast_in_dim":
-            given = [fill(x, shape) for x in given]
-        values.update(zip(made, bind(primitive, params, given, shape, divide), strict=True))
+            arguments = [fill(x, shape) for x in arguments]
+        values.update(zip(made, bind(primitive, params, arguments, shape, divide), strict=True))
     return jax.tree.unflatten(jax.tree.structure(form), [read(x) for x in results])
 
 
@@ -55,13 +55,13 @@ def bind(primitive, params: dict, operands: list, shape, divide: Callable) -> li
     if primitive.name == "div" and operands[0].dtype == jnp.float32:
         return [divide(*operands)]
     if stand_in := STAND_INS.get(primitive.name):
-        found = call(functools.partial(stand_in, **params), shape, *operands, divide=divide)
-        if found is not None:
-            return [found]
+        replacement = call(functools.partial(stand_in, **params), shape, *operands, divide=divide)
+        if replacement is not None:
+            return [replacement]
     if params.get("sharding") is not None:  # of arrays on a mesh; Mosaic GPU takes none
         params = {**params, "sharding": None}
-    found = primitive.bind(*operands, **params)
-    return found if primitive.multiple_results else [found]
+    results = primitive.bind(*operands, **params)
+    return results if primitive.multiple_results else [results]
 
 
 def _like(x, value):
@@ -141,9 +141,9 @@ def _pow(x, y):
     y = lax.convert_element_type(y, x.dtype)
     size = jnp.exp2(y * jnp.log2(lax.abs(x)))
     half, zero = y * _like(y, 0.5), _like(x, 0)
-    of_negative = jnp.where(_floor(half) == half, size, -size)
-    of_negative = jnp.where(_floor(y) == y, of_negative, _like(x, jnp.nan))
-    return jnp.where(y == zero, _like(x, 1), jnp.where(x < zero, of_negative, size))
+    negative_power = jnp.where(_floor(half) == half, size, -size)
+    negative_power = jnp.where(_floor(y) == y, negative_power, _like(x, jnp.nan))
+    return jnp.where(y == zero, _like(x, 1), jnp.where(x < zero, negative_power, size))
 
 
 # By primitive; a result of None: the primitive itself will do. Right to a few float32 eps of 1

@@ -113,7 +113,7 @@ class _Units:
         self.array = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(array))
         self.tile = shared_address(tile)
 
-    def each(self):
+    def units(self):
         """Yields all units of this thread."""
         me, total, count = thread(), self.rows * self.slots, i32_constant(self.slots)
         if THREADS % self.slots == 0 and len(self.row_bytes) == 1:  # they lie below each other
@@ -122,22 +122,22 @@ class _Units:
             if not self.wide:
                 yield from self._below(row, column, starts)
                 return
-            # A branch also where every thread takes it, of which the compiler does not know: past
-            # it ptxas fetches no fragments ahead, which at head dim 512 took all registers.
-            there = less(column, i32_constant(self.per_row))
+            # A branch even where every thread takes it, which the compiler cannot see: ptxas
+            # fetches no fragments ahead across it, which at head dim 512 took all registers.
+            has_units = less(column, i32_constant(self.per_row))
             if self.slots == self.per_row:
-                there = less(i32_constant(-1), opaque(self.limit))
-            with ir.InsertionPoint(scf.IfOp(there).then_block):
+                has_units = less(i32_constant(-1), opaque(self.limit))
+            with ir.InsertionPoint(scf.IfOp(has_units).then_block):
                 yield from self._below(row, column, starts)
                 scf.yield_([])
             return
         for start in range(0, total, THREADS):
             unit = arith.addi(me, i32_constant(start))
             row, column = arith.divui(unit, count), arith.remui(unit, count)
-            yield from self._below(row, column, [start], at=start)
+            yield from self._below(row, column, [start], first_start=start)
 
-    def _below(self, row, column, starts, at: int = 0):
-        """Yields, for each start, the unit (start - at) / (slots of a row) rows below `row`."""
+    def _below(self, row, column, starts, first_start: int = 0):
+        """Yields, for each start, the unit (start - first_start) / slots rows below `row`."""
         index = arith.addi(self.first, row)
         tile = linear(self.tile, (row, self.size * self.pitch), (column, UNIT))
         zero = arith.constant(ir.IntegerType.get_signless(64), 0)
@@ -150,7 +150,7 @@ class _Units:
         before = [arith.subi(x, index) for x in self.start]  # rows above the start
         total = self.rows * self.slots
         for start in starts:
-            down = (start - at) // self.slots
+            down = (start - first_start) // self.slots
             exists = None
             if start + THREADS > total:
                 exists = less(thread(), i32_constant(total - start))
@@ -176,10 +176,10 @@ class _Units:
 
 
 def _start_body(hides_offset: bool, _, source, tile, *bounds):
-    for unit in _Units(source, tile, bounds, hides_offset).each():
+    for unit in _Units(source, tile, bounds, hides_offset).units():
         size = arith.select(unit.inside, i32_constant(UNIT), i32_constant(0))
-        to, of = f"[$0+{unit.tile_offset}]", f"[$1+{unit.array_offset}]"
-        code = f"cp.async.cg.shared.global.L2::128B {to}, {of}, {UNIT}, $2;"
+        target, origin = f"[$0+{unit.tile_offset}]", f"[$1+{unit.array_offset}]"
+        code = f"cp.async.cg.shared.global.L2::128B {target}, {origin}, {UNIT}, $2;"
         operands = unit.tile, unit.array, size
         where(unit.exists, functools.partial(assembly, code, "r,l,r", *operands))
 
@@ -195,13 +195,13 @@ def _wait_body(pending: int, _):
 def _store_body(hides_offset: bool, _, target, tile, first, limit):
     i32 = ir.IntegerType.get_signless(32)
     four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
-    for unit in _Units(target, tile, (first, limit), hides_offset).each():
+    for unit in _Units(target, tile, (first, limit), hides_offset).units():
         inside = unit.inside if unit.exists is None else arith.andi(unit.inside, unit.exists)
         with ir.InsertionPoint(scf.IfOp(inside).then_block):
             code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{unit.tile_offset}];"
             constraints = "=r,=r,=r,=r,r"
-            found = llvm.inline_asm(four, [unit.tile], code, constraints, has_side_effects=True)
-            values = [llvm.extractvalue(i32, found, [i]) for i in range(4)]
+            loaded = llvm.inline_asm(four, [unit.tile], code, constraints, has_side_effects=True)
+            values = [llvm.extractvalue(i32, loaded, [i]) for i in range(4)]
             code = f"st.global.v4.b32 [$0+{unit.array_offset}], {{$1, $2, $3, $4}};"
             assembly(code, "l,r,r,r,r", unit.array, *values)
             scf.yield_([])
@@ -210,8 +210,8 @@ def _store_body(hides_offset: bool, _, target, tile, first, limit):
 def _start_vector_body(_, source, tile, first, count):
     """Issues the copy with a predicate: no surrounding code would be moved across a branch."""
     element = arith.muli(thread(), i32_constant(VECTOR_UNIT))
-    to = linear(shared_address(tile), (element, 4))
-    of = device_address(source, arith.addi(splat(first), element), 4)
+    target = linear(shared_address(tile), (element, 4))
+    origin = device_address(source, arith.addi(splat(first), element), 4)
     copy = "cp.async.cg.shared.global [$0], [$1], 16;"
     code = f"{{ .reg .pred p; setp.lt.s32 p, $2, $3; @p {copy} }}"
-    assembly(code, "r,l,r,r", to, of, element, splat(count))
+    assembly(code, "r,l,r,r", target, origin, element, splat(count))

@@ -91,7 +91,7 @@ def _clear_outside_body(_, tile, low, high):
 def _clear_rows(threads: int, tile, is_padding: Callable):
     """Zeroes padding, whole rows in each thread: a swizzle only permutes pieces within a row."""
     index = ir.IndexType.get()
-    at = lambda x: arith.constant(index, x)
+    constant = lambda x: arith.constant(index, x)
     row_pieces, column_pieces, _, columns = tile.type.shape
     element = tile.type.element_type
     piece = ir.VectorType.get((PIECE_BYTES * 8 // element.width,), element)
@@ -99,15 +99,15 @@ def _clear_rows(threads: int, tile, is_padding: Callable):
         piece, ir.DenseElementsAttr.get_splat(piece, ir.FloatAttr.get(element, 0.0))
     )
     thread = arith.remui(mgpu.utils.thread_idx(), i32_constant(threads))
-    loop = scf.ForOp(arith.index_cast(index, thread), at(8 * row_pieces), at(threads))
+    loop = scf.ForOp(arith.index_cast(index, thread), constant(8 * row_pieces), constant(threads))
     with ir.InsertionPoint(loop.body):
         row = loop.induction_variable
         branch = scf.IfOp(is_padding(row))
         with ir.InsertionPoint(branch.then_block):
-            outer, inner = arith.divui(row, at(8)), arith.remui(row, at(8))
+            outer, inner = arith.divui(row, constant(8)), arith.remui(row, constant(8))
             for c in range(column_pieces):
                 for x in range(0, columns, piece.shape[0]):
-                    vector.store(zeros, tile, [outer, at(c), inner, at(x)])
+                    vector.store(zeros, tile, [outer, constant(c), inner, constant(x)])
             scf.yield_([])
         scf.yield_([])
     # Each thread orders its own stores before the copies and matmuls of others; it then arrives.

@@ -25,7 +25,7 @@ def init_barrier(barrier):
 
 
 def announce(barrier, size: int):
-    """Arrives at an mbarrier for the phase in which so many bytes are to come."""
+    """Arrives at an mbarrier for the phase in which `size` bytes are to come."""
     run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     run(functools.partial(_announce_body, size))(barrier)
 

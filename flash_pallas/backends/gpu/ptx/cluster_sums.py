@@ -74,7 +74,9 @@ def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
     CTA r keeps the part from CTA i at place (i - r - 1) modulo the number of CTAs.
     """
     part, thread, rank = _part(tile, size), cluster.thread(), splat(rank)
-    at = lambda ref, i: arith.addi(cluster.address(ref), arith.muli(i, i32_constant(part)))
+    part_address = lambda ref, i: arith.addi(
+        cluster.address(ref), arith.muli(i, i32_constant(part))
+    )
     place = arith.addi(arith.subi(rank, thread), i32_constant(size - 1))
     place = arith.andi(place, i32_constant(size - 1))
     cluster.emit(
@@ -86,8 +88,8 @@ def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
         f" [to], [$2], {part}, [full]; }}",
         thread,
         rank,
-        at(tile, thread),
-        at(received, place),
+        part_address(tile, thread),
+        part_address(received, place),
         cluster.address(barrier),
     )
     cluster.emit_wait(barrier, parity)
@@ -96,36 +98,36 @@ def _exchange_body(size: int, _, tile, received, barrier, rank, parity):
 def _add_body(size: int, swizzle: int, _, tile, received, target, rank):
     """Adds a CTA's rows of a tile, summed over the cluster, to the array in device memory."""
     i64 = ir.IntegerType.get_signless(64)
-    part, of_row = _part(tile, size), tile.type.shape[1]
+    part, row_length = _part(tile, size), tile.type.shape[1]
     within = arith.muli(cluster.thread(), i32_constant(PIECE))
     own = arith.addi(arith.muli(splat(rank), i32_constant(part)), within)
     mine = arith.addi(cluster.address(tile), own)
     theirs = arith.addi(cluster.address(received), within)
     stride = ir.MemRefType(target.type).get_strides_and_offset()[0][0]
-    row, column = _coordinates(own, swizzle, of_row)
+    row, column = _coordinates(own, swizzle, row_length)
     offset = arith.addi(arith.muli(row, i32_constant(stride)), column)
     out = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(target))
     out = arith.addi(out, arith.extui(i64, arith.muli(offset, i32_constant(4))))
     at_once = WARPGROUP * PIECE
     for i, start in enumerate(range(0, part, at_once)):
-        loaded = [_load_word(theirs, other * part + start) for other in range(size - 1)]
+        loaded = [_load_word(theirs, sender * part + start) for sender in range(size - 1)]
         total = _sum([_load_word(mine, start), *loaded], tile.type.element_type)
         # Eight rows of dS^T take one or two rounds, each as many columns.
-        down, right = divmod(i, 8 * of_row * swizzle // at_once)
+        down, right = divmod(i, 8 * row_length * swizzle // at_once)
         _add(out, 8 * down * stride + right * at_once // 16, total)
 
 
 def _load_word(address, offset: int):
     """Loads two 32-bit registers from shared memory."""
     i32 = ir.IntegerType.get_signless(32)
-    found = llvm.inline_asm(
+    words = llvm.inline_asm(
         llvm.StructType.get_literal([i32] * 2),
         [address],
         f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset}];",
         "=r,=r,r",
         has_side_effects=True,
     )
-    return [llvm.extractvalue(i32, found, [i]) for i in range(2)]
+    return [llvm.extractvalue(i32, words, [i]) for i in range(2)]
 
 
 def _sum(loaded, element):
@@ -139,7 +141,7 @@ def _sum(loaded, element):
     return [at(x, e) for x in total for e in range(2)]
 
 
-def _coordinates(offset, swizzle: int, of_row: int):
+def _coordinates(offset, swizzle: int, row_length: int):
     """Returns (row, column) of the element at a byte of a tile: pieces of 8 rows by a swizzle."""
     and_ = lambda x, mask: arith.andi(x, i32_constant(mask))
     shifted = lambda x, bits: arith.shrui(x, i32_constant(bits))
@@ -150,9 +152,9 @@ def _coordinates(offset, swizzle: int, of_row: int):
     inside, piece = and_(logical, 8 * swizzle - 1), shifted(logical, (8 * swizzle).bit_length() - 1)
     row = shifted(inside, swizzle.bit_length() - 1)
     column = shifted(and_(inside, swizzle - 1), 1)
-    if of_row == 1:
+    if row_length == 1:
         return arith.addi(times(piece, 8), row), column
-    down, right = (f(piece, i32_constant(of_row)) for f in (arith.divui, arith.remui))
+    down, right = (f(piece, i32_constant(row_length)) for f in (arith.divui, arith.remui))
     return (
         arith.addi(times(down, 8), row),
         arith.addi(times(right, swizzle // 2), column),

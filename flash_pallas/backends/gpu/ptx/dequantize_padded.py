@@ -84,11 +84,11 @@ def widen(raw, tile, interpret: bool):
 
 def _widen_body(code: str, _, raw, tile):
     rows, pitch = raw.type.shape
-    each = (pitch - 16) // AT_ONCE
-    total, me = rows * each, thread()
+    row_pieces = (pitch - 16) // AT_ONCE
+    total, me = rows * row_pieces, thread()
     for start in range(0, total, THREADS):
         number = arith.addi(me, i32_constant(start))
-        row, piece = (f(number, i32_constant(each)) for f in (arith.divui, arith.remui))
+        row, piece = (f(number, i32_constant(row_pieces)) for f in (arith.divui, arith.remui))
         source = linear(shared_address(raw), (row, pitch), (piece, AT_ONCE))
         target = linear(shared_address(tile), (row, 2 * tile.type.shape[1]), (piece, 2 * AT_ONCE))
         exists = less(number, i32_constant(total)) if start + THREADS > total else None
@@ -99,10 +99,10 @@ def _widen_piece(code: str, source, target):
     i32 = ir.IntegerType.get_signless(32)
     two = ir.Type.parse("!llvm.struct<(i32, i32)>")
     load = "ld.shared.v2.b32 {$0, $1}, [$2];"
-    found = llvm.inline_asm(two, [source], load, "=r,=r,r", has_side_effects=True)
-    words = [llvm.extractvalue(i32, found, [i]) for i in range(2)]
-    made = [_converted(code, word, half) for word in words for half in HALVES]
-    assembly("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", target, *made)
+    loaded = llvm.inline_asm(two, [source], load, "=r,=r,r", has_side_effects=True)
+    words = [llvm.extractvalue(i32, loaded, [i]) for i in range(2)]
+    converted = [_converted(code, word, half) for word in words for half in HALVES]
+    assembly("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", target, *converted)
 
 
 def _converted(code: str, word, half: dict[str, str]):

@@ -50,10 +50,10 @@ def _add_body(vector: int, _, values, target):
         for e in (0, 1)
     ]
     kind = f"v{vector}." if vector > 1 else ""
-    given = ", ".join(f"${i + 1}" for i in range(vector))
-    given = f"{{{given}}}" if vector > 1 else given
+    placeholders = ", ".join(f"${i + 1}" for i in range(vector))
+    placeholders = f"{{{placeholders}}}" if vector > 1 else placeholders
     for n in range(0, len(floats), vector):
-        code = f"red.global.add.{kind}f32 [$0+{4 * THREADS * n}], {given};"
+        code = f"red.global.add.{kind}f32 [$0+{4 * THREADS * n}], {placeholders};"
         constraints = ",".join(["l", *["f"] * vector])
         operands = [address, *floats[n : n + vector]]
         llvm.inline_asm(void, operands, code, constraints, has_side_effects=True)
@@ -62,16 +62,16 @@ def _add_body(vector: int, _, values, target):
 def _load_body(shape, vector: int, _, source):
     layout, (rows, columns) = WGMMA.to_mgpu(), shape
     address = device_address(source, thread(), 4 * vector)
-    found = _floats(address, rows * columns // THREADS, vector)
+    floats = _floats(address, rows * columns // THREADS, vector)
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     for n, (index, *_) in enumerate(coordinates(shape, layout)):
-        registers[index] = pair(*found[2 * n : 2 * n + 2])
+        registers[index] = pair(*floats[2 * n : 2 * n + 2])
     return fragmented(registers, layout)
 
 
 def _floats(address, count: int, vector: int) -> list:
     """Loads `count` floats of a thread from device memory."""
-    f32, found = ir.F32Type.get(), []
+    f32, floats = ir.F32Type.get(), []
     for n in range(0, count, vector):
         place = f"[${vector}+{4 * THREADS * n}]"
         if vector == 1:
@@ -82,5 +82,5 @@ def _floats(address, count: int, vector: int) -> list:
             kind = ir.Type.parse(f"!llvm.struct<({', '.join(['f32'] * vector)})>")
         constraints = ",".join([*["=f"] * vector, "l"])
         x = llvm.inline_asm(kind, [address], code, constraints, has_side_effects=True)
-        found += [x] if vector == 1 else [llvm.extractvalue(f32, x, [i]) for i in range(vector)]
-    return found
+        floats += [x] if vector == 1 else [llvm.extractvalue(f32, x, [i]) for i in range(vector)]
+    return floats

@@ -27,8 +27,8 @@ def load(ref, starts, shape, q_axis: int, interpret: bool):
     if interpret:
         index = [jnp.int32(s) + jnp.arange(n) for s, n in zip(starts, shape, strict=True)]
         q_index, kv_index = index[::-1] if q_axis else index
-        found = jnp.take(jnp.take(ref[...], q_index, axis=0, mode="clip"), kv_index, 1, mode="clip")
-        return found.T if q_axis else found
+        tile = jnp.take(jnp.take(ref[...], q_index, axis=0, mode="clip"), kv_index, 1, mode="clip")
+        return tile.T if q_axis else tile
     scalar = plgpu.Layout.WG_SPLAT
     run = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), scalar, scalar),
@@ -41,18 +41,18 @@ class _Axis:
     """Offsets along one axis of an array, kept inside it."""
 
     def __init__(self, size: int, stride: int, first, step: int) -> None:
-        self.last, self.stride, self.first, self.found = size - step, stride, first, {}
+        self.last, self.stride, self.first, self.offsets = size - step, stride, first, {}
 
     def offset(self, index: int):
         """Returns i64: the elements from the array's start to `index` after the first one."""
-        if index not in self.found:
+        if index not in self.offsets:
             i64 = ir.IntegerType.get_signless(64)
             inside = arith.minsi(
                 arith.addi(self.first, i32_constant(index)), i32_constant(self.last)
             )
             inside = arith.extsi(i64, inside)
-            self.found[index] = arith.muli(inside, arith.constant(i64, self.stride))
-        return self.found[index]
+            self.offsets[index] = arith.muli(inside, arith.constant(i64, self.stride))
+        return self.offsets[index]
 
 
 def _load_body(shape, q_axis: int, _, ref, row_start, column_start):

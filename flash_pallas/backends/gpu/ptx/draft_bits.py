@@ -92,9 +92,9 @@ def _hide_body(axis, _, tile, start, *words):
 
     def kept(row, col):
         query, key = (row, col) if axis else (col, row)
-        found = bits(query, key // WORD_BITS)
+        seen = bits(query, key // WORD_BITS)
         bit = i32_constant(signed_constant(1 << key % WORD_BITS))
-        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(found, bit), i32_constant(0))
+        return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(seen, bit), i32_constant(0))
 
     return selected(tile, kept, -math.inf)
 
@@ -109,18 +109,18 @@ def _place(start, part: int):
 def _bits(words, word, bit):
     """Returns the 32 bits from a place on, of words that all ones precede and zeros follow."""
     i64 = ir.IntegerType.get_signless(64)
-    both = None
+    two_words = None
     for later in (1, 0):
         number = arith.addi(word, i32_constant(later))
         before = arith.cmpi(arith.CmpIPredicate.slt, number, i32_constant(0))
-        found = arith.select(before, i32_constant(-1), i32_constant(0))
+        current = arith.select(before, i32_constant(-1), i32_constant(0))
         for i, x in enumerate(words):
-            this = arith.cmpi(arith.CmpIPredicate.eq, number, i32_constant(i))
-            found = arith.select(this, x, found)
-        found = arith.extui(i64, found)
-        if both is None:
-            both = arith.shli(found, arith.constant(i64, WORD_BITS))
+            matches = arith.cmpi(arith.CmpIPredicate.eq, number, i32_constant(i))
+            current = arith.select(matches, x, current)
+        current = arith.extui(i64, current)
+        if two_words is None:
+            two_words = arith.shli(current, arith.constant(i64, WORD_BITS))
         else:
-            both = arith.ori(both, found)
-    shifted = arith.shrui(both, arith.extui(i64, bit))
+            two_words = arith.ori(two_words, current)
+    shifted = arith.shrui(two_words, arith.extui(i64, bit))
     return arith.trunci(ir.IntegerType.get_signless(32), shifted)

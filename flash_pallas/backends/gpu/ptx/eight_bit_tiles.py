@@ -50,7 +50,7 @@ def widen(raw, tile, swizzles: tuple[int, int], interpret: bool, most: int | Non
         tile: [rows, columns] in shared memory, of bfloat16 or float16.
         swizzles: swizzles of raw and of tile, in bytes.
         interpret: run by the interpreter.
-        most: a thread loads up to so many times eight numbers before it stores any; None: all.
+        most: number of eights that a thread loads before it stores any; None: all of them.
     """
     if interpret:
         tile[...] = raw[...].astype(tile.dtype)
@@ -140,7 +140,7 @@ def _key_rows_body(code, shape, _, raw):
     warp, in_warp, quarter = _thread_place()
     own = width // 4  # numbers of a row that a thread has
     words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
-    found = {}
+    by_place = {}
     for row in range(0, rows, 8):
         if row % 64 >= 16:  # another warp's
             continue
@@ -151,8 +151,8 @@ def _key_rows_body(code, shape, _, raw):
             loaded = llvm.load(words, pointer(raw, place, column), alignment=16)
             for word, half in itertools.product(range(4), range(2)):
                 pair = start // 2 + word * 2 + half  # of the thread's in the row
-                found[row, 8 * pair] = _convert(code, at(loaded, word), half)
-    return _tile(shape, found)
+                by_place[row, 8 * pair] = _convert(code, at(loaded, word), half)
+    return _tile(shape, by_place)
 
 
 def _value_rows_body(code, shape, _, raw):
@@ -162,21 +162,24 @@ def _value_rows_body(code, shape, _, raw):
     own = width // VALUE_THREADS  # numbers of a key that a thread has: 2, 4 or 8
     column = arith.addi(arith.muli(warp, i32_constant(8)), in_warp)
     column = arith.muli(column, i32_constant(own))
-    found = {}
+    by_place = {}
     for key in range(0, keys, 8):
         row = arith.addi(arith.muli(quarter, i32_constant(2)), i32_constant(key))
-        both = [
+        key_words = [
             _words(pointer(raw, arith.addi(row, i32_constant(e)), column), own) for e in range(2)
         ]
         for which in range(0, own, 2):
             # Of both keys, the numbers of two columns: bytes 0 and 1 of a word, or 2 and 3.
             selector = i32_constant(0x7362 if which % 4 else 0x5140)
             paired = assembly(
-                selector.type, "prmt.b32 $0, $1, $2, $3;", *(x[which // 4] for x in both), selector
+                selector.type,
+                "prmt.b32 $0, $1, $2, $3;",
+                *(x[which // 4] for x in key_words),
+                selector,
             )
             for half in range(2):
-                found[64 * (which // 2) + 8 * half, key] = _convert(code, paired, half)
-    return _tile(shape, found)
+                by_place[64 * (which // 2) + 8 * half, key] = _convert(code, paired, half)
+    return _tile(shape, by_place)
 
 
 def _words(place, size: int) -> list:
@@ -189,11 +192,11 @@ def _words(place, size: int) -> list:
     return [at(words, n) for n in range(size // 4)]
 
 
-def _tile(shape, found):
+def _tile(shape, by_place):
     layout = plgpu.Layout.WGMMA.to_mgpu()
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     for index, row, column in coordinates(shape, layout):
-        registers[index] = found[row, column]
+        registers[index] = by_place[row, column]
     return fragmented(registers, layout)
 
 
@@ -216,8 +219,8 @@ def _widen_body(code: str, most: int | None, _, raw, tile):
     places = list(itertools.product(range(panels), range(0, rows, apart)))
     for some in itertools.batched(places, most or len(places)):
         # All loads come first: the compiler moves none before a store that might write there.
-        found = [llvm.load(words, source.pointer(*place), alignment=8) for place in some]
-        for place, pair in zip(some, found, strict=True):
+        loaded = [llvm.load(words, source.pointer(*place), alignment=8) for place in some]
+        for place, pair in zip(some, loaded, strict=True):
             made = [
                 llvm.inline_asm(i32, [at(pair, word)], code.format(**half), "=r,r")
                 for word, half in itertools.product(range(2), _HALVES)
@@ -227,7 +230,7 @@ def _widen_body(code: str, most: int | None, _, raw, tile):
 
 
 class _Panels(NamedTuple):
-    """The places of a thread in a tile that is seen as panels of so many columns.
+    """The places of a thread in a tile that is seen as panels of `columns` columns.
 
     The tile's own panels, as wide as its swizzle, may be wider or narrower by a power of two.
     """
@@ -239,12 +242,12 @@ class _Panels(NamedTuple):
     @classmethod
     def of(cls, tile, columns: int, row, column) -> _Panels:
         """Makes the places of a thread with this row and column of each panel."""
-        several = max(tile.type.shape[3] // columns, 1)
+        per_panel = max(tile.type.shape[3] // columns, 1)
         start = lambda n: arith.addi(column, i32_constant(n * columns))
-        return cls(tile, columns, [pointer(tile, row, start(n)) for n in range(several)])
+        return cls(tile, columns, [pointer(tile, row, start(n)) for n in range(per_panel)])
 
     def pointer(self, panel: int, row: int):
-        """Returns a pointer to the place in a panel, so many rows further, a multiple of eight."""
+        """Returns a pointer to the place in a panel, `row` rows further, a multiple of eight."""
         strides, _ = self.tile.type.get_strides_and_offset()
         _, _, inner, own = self.tile.type.shape
         which = panel % len(self.first)

@@ -61,10 +61,10 @@ def _bind(device: Device, context) -> None:
         type_ = ir.TypeAttr.get(ir.Type.parse("!llvm.func<i32 (ptr)>"))
         llvm.LLVMFuncOp(_ASK, type_, sym_visibility="private")
     asked = llvm.mlir_addressof(pointer, _ASKED)
-    found = llvm.call(i32, [asked], [], [], callee=_ASK)
+    compiled_for = llvm.call(i32, [asked], [], [], callee=_ASK)
     number = device.capability.replace(".", "")
     wanted = arith.constant(i32, int(number) * 10)
-    with utils.when(arith.cmpi(arith.CmpIPredicate.ne, found, wanted)):
+    with utils.when(arith.cmpi(arith.CmpIPredicate.ne, compiled_for, wanted)):
         name = "".join(x if x.isalnum() else "_" for x in device.kind)
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),

@@ -37,8 +37,8 @@ def _times(word, factor: int, plus, half: str):
 
     GPUs before 9.0 have no addition, and no comparison, of pairs of bfloat16.
     """
-    given = word, i32_constant(factor), plus
-    return assembly(word.type, f"fma.rn.{half}x2 $0, $1, $2, $3;", *given)
+    code = f"fma.rn.{half}x2 $0, $1, $2, $3;"
+    return assembly(word.type, code, word, i32_constant(factor), plus)
 
 
 def _wide_pair(word):
@@ -56,10 +56,10 @@ def _words(tile):
 
 def _replaced(tile, registers: dict):
     """Returns a tile of other registers in place of those of this one."""
-    found = np.empty(tile.registers.shape, dtype=object)
-    for index in np.ndindex(*found.shape):
-        found[index] = registers[tile.registers[index]]
-    return fragmented(found, tile.layout)
+    replaced = np.empty(tile.registers.shape, dtype=object)
+    for index in np.ndindex(*replaced.shape):
+        replaced[index] = registers[tile.registers[index]]
+    return fragmented(replaced, tile.layout)
 
 
 def _with_marked_body(scale, _, tile, bias):
@@ -68,12 +68,12 @@ def _with_marked_body(scale, _, tile, bias):
     low = lambda word: assembly(i32, "prmt.b32 $0, $1, $2, 0x1054;", word, one)
     high = lambda word: arith.ori(arith.andi(word, upper), one)
     halves = {x: (low(word), high(word)) for x, word in _words(bias).items()}
-    wide = {x: [llvm.bitcast(f32, half) for half in both] for x, both in halves.items()}
+    wide = {x: [llvm.bitcast(f32, half) for half in words] for x, words in halves.items()}
     registers, code = tile.registers.copy(), "fma.rn.ftz.f32 $0, $1, $2, $3;"
     for index in np.ndindex(*registers.shape):
         added = wide[bias.registers[index]]
         terms = ((at(registers[index], e), f32_constant(scale), added[e]) for e in (0, 1))
-        registers[index] = pair(*(assembly(f32, code, *each) for each in terms))
+        registers[index] = pair(*(assembly(f32, code, *operands) for operands in terms))
     return fragmented(registers, tile.layout)
 
 
@@ -99,9 +99,9 @@ def with_marked(tile, scale: float, bias, interpret: bool):
     return run(tile, bias)
 
 
-def _of_bias(tile, result, body):
+def _run_on_bias(tile, result_type, body):
     half = "bf16" if tile.dtype == jnp.bfloat16 else "f16"
-    run = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result)
+    run = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=result_type)
     return run(functools.partial(body, half))(tile)
 
 
@@ -113,7 +113,7 @@ def widened(tile, interpret: bool):
     """Converts a tile to float32: from bfloat16 in two thirds of Mosaic GPU's instructions."""
     if interpret or tile.dtype != jnp.bfloat16:
         return tile.astype(jnp.float32)
-    return _of_bias(tile, plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA), _widened_body)
+    return _run_on_bias(tile, plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA), _widened_body)
 
 
 _CHAINS = 4  # of dependent additions
@@ -158,21 +158,21 @@ def looked_at(tile, interpret: bool):
         run = plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=some)
         return tile, run(_looked_at_wide_body)(tile)
     wide = plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA)
-    return _of_bias(tile, (wide, some), _looked_at_body)
+    return _run_on_bias(tile, (wide, some), _looked_at_body)
 
 
 def _some_infinite_body(_, ref):
     f32 = ir.F32Type.get()
     lane = arith.remui(mgpu.utils.thread_idx(), i32_constant(32))
     base, size = mgpu.utils.memref_ptr(ref), ref.type.shape[0]
-    each, total = 4, f32_constant(0.0)
-    for first in range(0, size, 32 * each):
-        place = arith.addi(arith.muli(lane, i32_constant(each)), i32_constant(first))
-        place = arith.minui(place, i32_constant(size - each))
+    width, total = 4, f32_constant(0.0)
+    for first in range(0, size, 32 * width):
+        place = arith.addi(arith.muli(lane, i32_constant(width)), i32_constant(first))
+        place = arith.minui(place, i32_constant(size - width))
         pointer = mgpu.utils.getelementptr(base, [place], f32)
-        found = llvm.load(ir.VectorType.get((each,), f32), pointer)
-        for e in range(each):
-            total = mlir_math.fma(at(found, e), f32_constant(0.0), total)
+        values = llvm.load(ir.VectorType.get((width,), f32), pointer)
+        for e in range(width):
+            total = mlir_math.fma(at(values, e), f32_constant(0.0), total)
     some = arith.cmpf(arith.CmpFPredicate.UNO, total, total)
     return mgpu.FragmentedArray.splat(of_some_lane(some), (), is_signed=True)
 
@@ -197,8 +197,8 @@ def some_infinite(ref, interpret: bool):
 def _numbers_body(_, tile):
     if isinstance(tile.mlir_dtype, ir.F32Type):
         larger = lambda x: assembly(x.type, "max.f32 $0, $1, $2;", x, f32_constant(0.0))
-        found = dict.fromkeys(tile.registers.flat)
-        return _replaced(tile, {x: pair(*(larger(at(x, e)) for e in (0, 1))) for x in found})
+        distinct = dict.fromkeys(tile.registers.flat)
+        return _replaced(tile, {x: pair(*(larger(at(x, e)) for e in (0, 1))) for x in distinct})
     half = "bf16" if isinstance(tile.mlir_dtype, ir.BF16Type) else "f16"
     larger = lambda x: assembly(x.type, f"max.{half}x2 $0, $1, $2;", x, i32_constant(0))
     words = _words(tile)

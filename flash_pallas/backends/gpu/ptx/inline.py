@@ -50,44 +50,44 @@ def _limit_body(kinds, hidden, _, tile, *bounds):
         limits.append((*_COMPARE[kind], arith.subi(splat(bound), origin)))
 
     def kept(row, col):
-        each = [
+        bits = [
             arith.cmpi(
                 getattr(arith.CmpIPredicate, predicate), i32_constant(coordinate(row, col)), limit
             )
             for coordinate, predicate, limit in limits
         ]
-        return functools.reduce(arith.andi, each)
+        return functools.reduce(arith.andi, bits)
 
     return selected(tile, kept, hidden)
 
 
-def selected(tile, kept, other: float):
-    """Returns the tile with `other` wherever kept(row, column of thread 0), an i1, is false."""
-    replacement = f32_constant(other)
+def selected(tile, kept, hidden: float):
+    """Returns the tile with `hidden` wherever kept(row, column of thread 0), an i1, is false."""
+    replacement = f32_constant(hidden)
     registers = tile.registers.copy()
     for index, row, col in coordinates(tile.shape, tile.layout):
         register = registers[index]
         for e in range(elements(register)):
-            at = {"dynamic_position": [], "static_position": [e]}
+            position = {"dynamic_position": [], "static_position": [e]}
             keep = kept(row, col + e)
-            x = vector.extract(register, **at)
-            register = vector.insert(arith.select(keep, x, replacement), register, **at)
+            x = vector.extract(register, **position)
+            register = vector.insert(arith.select(keep, x, replacement), register, **position)
         registers[index] = register
     return fragmented(registers, tile.layout)
 
 
 def hide(tile, limits: Limits, interpret: bool, hidden: float = -math.inf):
     """Returns the tile with `hidden` wherever `limits` does not keep it."""
-    given = {kind: bound for kind, bound in limits._asdict().items() if bound is not None}
-    if not given:
+    bounds = {kind: bound for kind, bound in limits._asdict().items() if bound is not None}
+    if not bounds:
         return tile
     if interpret:
         return jnp.where(limits.keep(tile.shape), tile, hidden)
     run = plgpu.inline_mgpu(
-        arg_types=(WGMMA, *(plgpu.Layout.WG_SPLAT,) * len(given)),
+        arg_types=(WGMMA, *(plgpu.Layout.WG_SPLAT,) * len(bounds)),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
-    )(functools.partial(_limit_body, tuple(given), hidden))
-    return run(tile, *map(jnp.int32, given.values()))
+    )(functools.partial(_limit_body, tuple(bounds), hidden))
+    return run(tile, *map(jnp.int32, bounds.values()))
 
 
 def _between_body(limited, hidden, _, tile, *bounds):
@@ -96,13 +96,13 @@ def _between_body(limited, hidden, _, tile, *bounds):
     compare = [getattr(arith.CmpIPredicate, _COMPARE[kind][1]) for kind in limited]
     by_row = {}
     for index, row, _ in coordinates(tile.shape, tile.layout):
-        found = [arith.subi(at(bound.registers[index], 0), col0) for bound in bounds]
-        by_row.setdefault(row, found)
+        row_limits = [arith.subi(at(bound.registers[index], 0), col0) for bound in bounds]
+        by_row.setdefault(row, row_limits)
 
     def kept(row, col):
         limits = zip(compare, by_row[row], strict=True)
-        each = [arith.cmpi(predicate, i32_constant(col), limit) for predicate, limit in limits]
-        return functools.reduce(arith.andi, each)
+        bits = [arith.cmpi(predicate, i32_constant(col), limit) for predicate, limit in limits]
+        return functools.reduce(arith.andi, bits)
 
     return selected(tile, kept, hidden)
 
@@ -117,20 +117,20 @@ def hide_outside(tile, low, high, interpret: bool, hidden: float = -math.inf):
         interpret: run by the interpreter.
         hidden: what hidden elements become.
     """
-    given = {kind: x for kind, x in (("low", low), ("high", high)) if x is not None}
-    if not given:
+    limits = {kind: x for kind, x in (("low", low), ("high", high)) if x is not None}
+    if not limits:
         return tile
-    bounds = [lax.broadcast_in_dim(x, tile.shape, (0,)) for x in given.values()]
+    bounds = [lax.broadcast_in_dim(x, tile.shape, (0,)) for x in limits.values()]
     if interpret:
         column = lax.broadcasted_iota(jnp.int32, tile.shape, 1)
         kept = {"low": lax.ge, "high": lax.le}
-        for kind, bound in zip(given, bounds, strict=True):
+        for kind, bound in zip(limits, bounds, strict=True):
             tile = jnp.where(kept[kind](column, bound), tile, hidden)
         return tile
     run = plgpu.inline_mgpu(
         arg_types=(WGMMA,) * (1 + len(bounds)),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA),
-    )(functools.partial(_between_body, tuple(given), hidden))
+    )(functools.partial(_between_body, tuple(limits), hidden))
     return run(tile, *bounds)
 
 
@@ -161,12 +161,12 @@ def lane_sums(tile, interpret: bool):
 
 
 def _scale_columns_body(_, tile, *scales):
-    registers, each = tile.registers.copy(), tile.shape[1] // len(scales)
+    registers, part_columns = tile.registers.copy(), tile.shape[1] // len(scales)
     for index, _, col in coordinates(tile.shape, tile.layout):
-        scale = splat(scales[col // each])
+        scale = splat(scales[col // part_columns])
         register = registers[index]
-        both = vector.broadcast(register.type, scale)
-        registers[index] = arith.mulf(register, both)
+        factor = vector.broadcast(register.type, scale)
+        registers[index] = arith.mulf(register, factor)
     return fragmented(registers, tile.layout)
 
 
@@ -311,8 +311,8 @@ def _barrier_any_body(barrier, threads, _, bit):
         "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; "
         f"bar.red.or.pred q, {barrier}, {threads}, p; selp.b32 $0, 1, 0, q; }}"
     )
-    found = llvm.inline_asm(i32, [splat(bit)], code, "=r,r", has_side_effects=True)
-    return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+    some = llvm.inline_asm(i32, [splat(bit)], code, "=r,r", has_side_effects=True)
+    return mgpu.FragmentedArray.splat(some, (), is_signed=True)
 
 
 def barrier_any(barrier: int, threads: int, bit, interpret: bool):
@@ -382,8 +382,8 @@ def await_bits_body(_, words, index, bits):
         loop = scf.WhileOp([], [])
         with ir.InsertionPoint(loop.before.blocks.append()):
             code = "ld.acquire.gpu.global.b32 $0, [$1];"
-            found = mgpu.utils.inline_ptx(code, word, result_types=i32, has_side_effects=True)
-            missing = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(found, bits), bits)
+            current = mgpu.utils.inline_ptx(code, word, result_types=i32, has_side_effects=True)
+            missing = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(current, bits), bits)
             scf.condition(missing, [])
         with ir.InsertionPoint(loop.after.blocks.append()):
             scf.yield_([])

@@ -64,17 +64,17 @@ def _reduce_body(kind, _, tile, scratch):
         coordinates(tile.shape, tile.layout), places, strict=True
     ):
         own.setdefault(number, ([], column))[0].append(tile.registers[at_register])
-    found = []
+    columns = []
     for registers, column in own.values():
-        both = functools.reduce(combine, registers)
-        each = [at(both, e) for e in range(elements(both))]
+        reduced = functools.reduce(combine, registers)
+        values = [at(reduced, e) for e in range(elements(reduced))]
         for distance in (4, 8, 16):  # lanes of one column
-            each = [combine(x, mgpu.utils.shfl_bfly(x, distance)) for x in each]
-        found.append((each, column))
+            values = [combine(x, mgpu.utils.shfl_bfly(x, distance)) for x in values]
+        columns.append((values, column))
     first = arith.cmpi(arith.CmpIPredicate.ult, lane, i32_constant(4))
     with ir.InsertionPoint(scf.IfOp(first).then_block):
-        for each, column in found:
-            vector.store(pair(*each), scratch, [arith.index_cast(index, warp), column])
+        for values, column in columns:
+            vector.store(pair(*values), scratch, [arith.index_cast(index, warp), column])
         scf.yield_([])
     mgpu.utils.warpgroup_barrier()
     return _combined(combine, scratch, (tile.shape[1],))
@@ -119,8 +119,8 @@ def _store_body(order, _, tile, target):
         row, column = (arith.index_cast(i32, x) for x in place)
         row = row if order is None else order(row, tile.shape[0])
         for e in range(elements(register)):
-            where = pointer(target, arith.addi(column, i32_constant(e)), row)
-            llvm.store(at(register, e), where)
+            address = pointer(target, arith.addi(column, i32_constant(e)), row)
+            llvm.store(at(register, e), address)
 
 
 def scale_rows(tile, scales, interpret: bool):

@@ -97,22 +97,22 @@ class How(NamedTuple):
     moved: bool = False  # what is summed starts at a column of both; the right one is transposed
 
 
-def add(how: How, accumulator, a, b, column, *, in_registers: bool = False):
+def add(variant: How, accumulator, a, b, column, *, in_registers: bool = False):
     """Returns an accumulator with a matmul added.
 
     Args:
-        how: variant of the matmul.
+        variant: variant of the matmul.
         accumulator: f32[rows, columns] in registers, rows a multiple of 64.
         a: the left operand of 16 bits: a tile in shared memory, or in registers.
         b: the right operand, a tile in shared memory.
-        column: the first column that is read of b, and of a if `how.moved`.
+        column: the first column that is read of b, and of a if `variant.moved`.
         in_registers: a is in registers, in the layout of an accumulator.
     """
-    of_a: Any = inline.WGMMA if in_registers else plgpu.RefType()
+    a_layout: Any = inline.WGMMA if in_registers else plgpu.RefType()
     run = plgpu.inline_mgpu(
-        arg_types=(inline.WGMMA, of_a, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        arg_types=(inline.WGMMA, a_layout, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, inline.WGMMA),
-    )(functools.partial(_add_body, how))
+    )(functools.partial(_add_body, variant))
     return run(accumulator, a, b, jnp.int32(column))
 
 
@@ -181,8 +181,8 @@ def get_body(shape, layout, _, tile, first):
     for index, place in _places(WGMMA, shape, layout, tile, first):
         address, offset = place
         code = f"ld.shared.b32 $0, [$1+{offset}];"
-        found = llvm.inline_asm(i32, [address], code, "=r,r", has_side_effects=True)
-        registers[index] = llvm.bitcast(kind, found)
+        word = llvm.inline_asm(i32, [address], code, "=r,r", has_side_effects=True)
+        registers[index] = llvm.bitcast(kind, word)
     return fragmented(registers, layout)
 
 
@@ -298,7 +298,7 @@ class _Fragments:
         i32 = ir.IntegerType.get_signless(32)
         four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
         offset = row * self.pitch + column // UNIT_ELEMENTS * UNIT
-        found = llvm.inline_asm(
+        matrices = llvm.inline_asm(
             four,
             [self.address],
             f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if self.transposed else ''}.shared.b16 "
@@ -306,16 +306,16 @@ class _Fragments:
             "=r,=r,=r,=r,r",
             has_side_effects=True,
         )
-        return [llvm.extractvalue(i32, found, [i]) for i in range(4)]
+        return [llvm.extractvalue(i32, matrices, [i]) for i in range(4)]
 
 
-def _left(a, me, how: How, row, column):
+def _left(a, me, variant: How, row, column):
     """Returns a function (row after a warp's first, summed element) -> left fragment of an mma."""
-    if how.left_transposed:  # rows of the result are columns of the tile
+    if variant.left_transposed:  # rows of the result are columns of the tile
         fragments = _Fragments.of(a, me, transposed=True, units_first=True, column=row)
         return lambda row, k: fragments.load(k, row)
     if not hasattr(a, "registers"):
-        from_column = column if how.moved else None
+        from_column = column if variant.moved else None
         starts = {"row": row, "column": from_column}
         return _Fragments.of(a, me, transposed=False, units_first=False, **starts).load
     i32 = ir.IntegerType.get_signless(32)
@@ -328,22 +328,22 @@ def _left(a, me, how: How, row, column):
     return fragment
 
 
-def _right(b, me, how: How, column):
+def _right(b, me, variant: How, column):
     """Returns (first summed element, column after a warp's first) -> two adjacent fragments."""
-    if how.right_transposed:  # columns of the result are rows of the tile
-        from_column = column if how.moved else None
+    if variant.right_transposed:  # columns of the result are rows of the tile
+        from_column = column if variant.moved else None
         fragments = _Fragments.of(b, me, transposed=False, units_first=True, column=from_column)
         return lambda k, column: fragments.load(column, k)
     return _Fragments.of(b, me, transposed=True, units_first=False, column=column).load
 
 
-def _add_body(how: How, _, accumulator, a, b, column):
+def _add_body(variant: How, _, accumulator, a, b, column):
     rows, columns = accumulator.shape
     me = thread()
-    down, right = how.grid.starts(me, columns)
+    down, right = variant.grid.starts(me, columns)
     right = splat(column) if right is None else arith.addi(right, splat(column))
-    left, right = _left(a, me, how, down, splat(column)), _right(b, me, how, right)
-    summed = b.type.shape[1] - UNIT_ELEMENTS if how.right_transposed else b.type.shape[0]
+    left, right = _left(a, me, variant, down, splat(column)), _right(b, me, variant, right)
+    summed = b.type.shape[1] - UNIT_ELEMENTS if variant.right_transposed else b.type.shape[0]
     kind = "bf16" if isinstance(b.type.element_type, ir.BF16Type) else "f16"
     layout = accumulator.layout
     by_place = {
@@ -351,32 +351,32 @@ def _add_body(how: How, _, accumulator, a, b, column):
         for index, row, column in coordinates(accumulator.shape, layout)
     }
     blocks = range(0, rows, WARPGROUP_ROWS)
-    for k in range(0, how.summed or summed, STEP):
-        lefts = [left(how.grid.row(block), k) for block in blocks]
+    for k in range(0, variant.summed or summed, STEP):
+        lefts = [left(variant.grid.row(block), k) for block in blocks]
         for column in range(0, columns, 16):
             first, second, third, fourth = right(k, column)
-            for next_8, of_b in ((0, (first, second)), (8, (third, fourth))):
-                for block, of_a in zip(blocks, lefts, strict=True):
-                    _step(by_place, (block, column + next_8), of_a, of_b, kind)
+            for next_8, right_fragment in ((0, (first, second)), (8, (third, fourth))):
+                for block, left_fragment in zip(blocks, lefts, strict=True):
+                    _step(by_place, (block, column + next_8), left_fragment, right_fragment, kind)
     registers = accumulator.registers.copy()
     for index, row, column in coordinates(accumulator.shape, layout):
         registers[index] = by_place[row, column]
     return fragmented(registers, layout)
 
 
-def _step(by_place, place, of_a, of_b, kind: str):
+def _step(by_place, place, left_fragment, right_fragment, kind: str):
     """Issues one mma into the accumulator's registers of rows `row` and `row + 8`."""
     row, column = place
     places = (row, column), (row + 8, column)
     before = [at(by_place[place], e) for place in places for e in (0, 1)]
     f32 = ir.F32Type.get()
-    found = llvm.inline_asm(
+    sums = llvm.inline_asm(
         ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>"),
-        [*of_a, *of_b, *before],
+        [*left_fragment, *right_fragment, *before],
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
         "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
         has_side_effects=False,
     )
-    values = [llvm.extractvalue(f32, found, [i]) for i in range(4)]
+    values = [llvm.extractvalue(f32, sums, [i]) for i in range(4)]
     by_place[places[0]], by_place[places[1]] = pair(*values[:2]), pair(*values[2:])

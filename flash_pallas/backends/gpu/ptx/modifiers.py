@@ -86,13 +86,13 @@ def distance(shape, shift, interpret: bool):
 def _kept_body(threshold, _, row_keys, column_keys):
     # Twice a key of a row is computed once for all its columns, and moves the field to the top.
     limit = i32_constant(signed_constant(threshold << dropout.FIELD + 1))
-    found = {}
+    by_place = {}
     for index, row, col in coordinates(row_keys.shape, row_keys.layout):
         for e in range(2):
             row_key, column_key = (at(x.registers[index], e) for x in (row_keys, column_keys))
             product = arith.muli(arith.addi(row_key, row_key), column_key)
-            found[row, col + e] = arith.cmpi(arith.CmpIPredicate.uge, product, limit)
-    registers = filled(row_keys.shape, row_keys.layout, lambda row, col: found[row, col])
+            by_place[row, col + e] = arith.cmpi(arith.CmpIPredicate.uge, product, limit)
+    registers = filled(row_keys.shape, row_keys.layout, lambda row, col: by_place[row, col])
     return fragmented(registers, row_keys.layout, is_signed=False)
 
 
@@ -115,7 +115,9 @@ def _quotient_body(_, x, y):
     registers, code = x.registers.copy(), "div.full.ftz.f32 $0, $1, $2;"
     for index in np.ndindex(*registers.shape):
         terms = [(at(registers[index], e), at(y.registers[index], e)) for e in (0, 1)]
-        registers[index] = pair(*(assembly(ir.F32Type.get(), code, *each) for each in terms))
+        registers[index] = pair(
+            *(assembly(ir.F32Type.get(), code, *operands) for operands in terms)
+        )
     return fragmented(registers, x.layout)
 
 

@@ -277,8 +277,8 @@ def _less_shift_body(q_axis, _, x, shift, first):
     def load(offset, many):
         at_place = arith.extsi(i64, arith.addi(place, offset))
         pointer = mgpu.utils.getelementptr(base, [at_place], f32)
-        found = llvm.load(ir.VectorType.get((many,), f32), pointer)
-        return [at(found, e) for e in range(many)]
+        loaded = llvm.load(ir.VectorType.get((many,), f32), pointer)
+        return [at(loaded, e) for e in range(many)]
 
     registers, by_place = x.registers.copy(), {}
     for index, row, col in coordinates(x.shape, x.layout):
@@ -299,7 +299,7 @@ def _shared_by_quads(load, columns):
     lane = arith.remui(mgpu.utils.thread_idx(), i32_constant(32))
     quad, within = (op(lane, i32_constant(4)) for op in (arith.divui, arith.remui))
     many, step = -(-len(columns) // _QUADS), columns[1] - columns[0]
-    found = {}
+    by_column = {}
     for turn in range(many):
         number = arith.addi(arith.muli(quad, i32_constant(many)), i32_constant(turn))
         number = arith.minui(number, i32_constant(len(columns) - 1))
@@ -307,8 +307,8 @@ def _shared_by_quads(load, columns):
         for i in range(turn, len(columns), many):
             source = arith.addi(within, i32_constant(4 * (i // many)))
             code = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-            found[columns[i]] = [assembly(x.type, code, x, source) for x in own]
-    return found
+            by_column[columns[i]] = [assembly(x.type, code, x, source) for x in own]
+    return by_column
 
 
 def _tell_far_body(far, _, ref, m, l):
@@ -331,17 +331,17 @@ def _tell_far_body(far, _, ref, m, l):
 
 
 def _some_far_body(far, _, m, top):
-    found = None
+    some = None
     compare, kinds = arith.cmpf, arith.CmpFPredicate
     seen = arith.constant(ir.IntegerType.get_signless(1), True)
-    for of_m, of_top in zip(m.registers.flat, top.registers.flat, strict=True):
-        m_, top_ = at(of_m, 0), at(of_top, 0)
+    for m_register, top_register in zip(m.registers.flat, top.registers.flat, strict=True):
+        m_, top_ = at(m_register, 0), at(top_register, 0)
         is_far = compare(kinds.UGT, mlir_math.absf(m_), f32_constant(far))
         hidden = compare(kinds.OEQ, top_, f32_constant(-math.inf))
         unseen = arith.andi(compare(kinds.OLE, m_, f32_constant(LOWEST)), hidden)
         bit = arith.andi(is_far, arith.xori(unseen, seen))
-        found = bit if found is None else arith.ori(found, bit)
-    return mgpu.FragmentedArray.splat(of_some_lane(found), (), is_signed=True)
+        some = bit if some is None else arith.ori(some, bit)
+    return mgpu.FragmentedArray.splat(of_some_lane(some), (), is_signed=True)
 
 
 # --- Weights: exponentials, row sums, dropout and conversion in one pass --------------------------
@@ -387,12 +387,12 @@ def is_polynomial(column, share: float):
 def exp2_polynomial(x):
     """Computes 2**x in float32 without the special function unit: x <= 127; 0 from -127 down."""
     x = jnp.maximum(x, LOWEST_POWER)
-    whole = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-    f = x - whole
+    rounded = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    f = x - rounded
     total = jnp.full_like(f, POLYNOMIAL[-1])
     for coefficient in POLYNOMIAL[-2::-1]:
         total = total * f + coefficient
-    exponent = lax.convert_element_type(whole, jnp.int32) + 127
+    exponent = lax.convert_element_type(rounded, jnp.int32) + 127
     return total * lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
@@ -434,7 +434,7 @@ def _after(x, word):
     return arith.bitcast(x.type, assembly(i32, code, arith.bitcast(i32, x), word))
 
 
-# Exponentials begin when the weights of so many pairs before them are done. Without this ptxas puts
+# The exponentials of a pair wait for the weights of the pair _AHEAD before it. Otherwise ptxas puts
 # all of dropout behind all exponentials at head dim 128: the forward is then 25 % slower than
 # without dropout, with it 12 % (2 and 4 pairs: 16 and 17 %; one: 37 %).
 _AHEAD = 3
@@ -443,8 +443,8 @@ _LARGEST_HALF = 0x7C00  # float16 infinity: bits of smaller numbers compare as t
 
 def _places(shape, layout):
     """Returns (row, column, register index) of all registers, columns in order."""
-    found = ((row, col, index) for index, row, col in coordinates(shape, layout))
-    return sorted(found, key=lambda place: (place[1], place[0]))
+    places = ((row, col, index) for index, row, col in coordinates(shape, layout))
+    return sorted(places, key=lambda place: (place[1], place[0]))
 
 
 def _mask(drop: Drop, index):
@@ -455,14 +455,14 @@ def _mask(drop: Drop, index):
     first = arith.muli(at(drop.q_keys.registers[index], 0), at(drop.kv_keys.registers[index], 0))
     second = arith.muli(first, i32_constant(dropout.TWIN - (1 << 32)))
     fields = assembly(first.type, "prmt.b32 $0, $1, $2, 0x7632;", first, second)
-    both = 0x10001
+    both_halves = 0x10001
     if drop.threshold < _LARGEST_HALF:  # a NaN is not below it either
-        limit = i32_constant(drop.threshold * both)
+        limit = i32_constant(drop.threshold * both_halves)
         code = "{ .reg .b32 x; abs.f16x2 x, $1; set.geu.u32.f16x2 $0, x, $2; }"
         return assembly(first.type, code, fields, limit)
     # The sum of a field and 2**15 - threshold carries into the top bit where the weight is kept.
-    carry = i32_constant((dropout.LEVELS - drop.threshold) * both)
-    fields = arith.addi(arith.andi(fields, i32_constant((dropout.LEVELS - 1) * both)), carry)
+    carry = i32_constant((dropout.LEVELS - drop.threshold) * both_halves)
+    fields = arith.addi(arith.andi(fields, i32_constant((dropout.LEVELS - 1) * both_halves)), carry)
     return assembly(first.type, "prmt.b32 $0, $1, $1, 0xbb99;", fields)
 
 
@@ -539,13 +539,13 @@ def weights(
 
 
 def _powers_body(scale, share, _, x, shift):
-    scale, found = f32_constant(scale), {}
+    scale, by_place = f32_constant(scale), {}
     for row, col, index in _places(x.shape, x.layout):
         for e in range(2):
             args = at(x.registers[index], e), scale, arith.negf(at(shift.registers[index], e))
             by_hand = is_polynomial(col + e, share)
-            found[row, col + e] = _exp2_polynomial(*args, False) if by_hand else _exp2(*args)
-    registers = filled(x.shape, x.layout, lambda row, col: found[row, col])
+            by_place[row, col + e] = _exp2_polynomial(*args, False) if by_hand else _exp2(*args)
+    registers = filled(x.shape, x.layout, lambda row, col: by_place[row, col])
     return fragmented(registers, x.layout)
 
 
@@ -570,15 +570,15 @@ def powers(x, shift, log2_scale: float, share: float, interpret: bool):
 def _signed_body(scale, threshold, _, x, shift, row_keys, column_keys):
     # As in inline_modifiers: twice a key of a row moves the field to the top.
     limit = i32_constant(signed_constant(threshold << dropout.FIELD + 1))
-    scale, found = f32_constant(scale), {}
+    scale, by_place = f32_constant(scale), {}
     for row, col, index in _places(x.shape, x.layout):
         for e in range(2):
             key = at(row_keys.registers[index], e)
             product = arith.muli(arith.addi(key, key), at(column_keys.registers[index], e))
             kept = arith.cmpi(arith.CmpIPredicate.uge, product, limit)
             p = _exp2(at(x.registers[index], e), scale, arith.negf(at(shift.registers[index], e)))
-            found[row, col + e] = arith.select(kept, p, arith.negf(p))
-    registers = filled(x.shape, x.layout, lambda row, col: found[row, col])
+            by_place[row, col + e] = arith.select(kept, p, arith.negf(p))
+    registers = filled(x.shape, x.layout, lambda row, col: by_place[row, col])
     return fragmented(registers, x.layout)
 
 
@@ -607,9 +607,9 @@ def signed(x, shift, keys, log2_scale: float, threshold: int):
 # passes for one with a single key only if the others do not show in the bits of the sum.
 
 
-def several(like):
+def several(rows):
     """Returns the bits of rows with more than one weight: NaN."""
-    return jnp.full_like(like, math.nan)
+    return jnp.full_like(rows, math.nan)
 
 
 def joined(bits, p, interpret: bool):
@@ -623,8 +623,8 @@ def joined(bits, p, interpret: bool):
     if interpret:
         as_bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
         words = as_bits(p.astype(jnp.float32))
-        found = lax.reduce(words, jnp.uint32(0), lax.bitwise_or, (1,))
-        return lax.bitcast_convert_type(found | as_bits(bits), jnp.float32)
+        row_bits = lax.reduce(words, jnp.uint32(0), lax.bitwise_or, (1,))
+        return lax.bitcast_convert_type(row_bits | as_bits(bits), jnp.float32)
     run = plgpu.inline_mgpu(
         arg_types=(ROWS, WGMMA), return_type=plgpu.ShapeDtypeStruct(bits.shape, jnp.float32, ROWS)
     )(_joined_body)
@@ -641,7 +641,7 @@ def _joined_body(_, bits, p):
     i32, by_row = ir.IntegerType.get_signless(32), {}
     for index, row, _col in coordinates(p.shape, p.layout):
         by_row.setdefault(row, []).append(llvm.bitcast(i32, p.registers[index]))
-    registers, found = bits.registers.copy(), []
+    registers, joined_registers = bits.registers.copy(), []
     for old, row in zip(registers.flat, sorted(by_row), strict=True):
         word = functools.reduce(arith.ori, by_row[row])
         word = arith.ori(word, arith.shli(word, i32_constant(16)))
@@ -650,6 +650,6 @@ def _joined_body(_, bits, p):
             word = arith.ori(word, assembly(i32, code, word))
         word = arith.andi(word, i32_constant(signed_constant(0xFFFF0000)))
         joined = arith.ori(llvm.bitcast(i32, old), word)
-        found.append(llvm.bitcast(old.type, joined))
-    registers.flat = found
+        joined_registers.append(llvm.bitcast(old.type, joined))
+    registers.flat = joined_registers
     return fragmented(registers, bits.layout)

@@ -75,7 +75,7 @@ class PackedGqa:
         if self.interpret:
             tile[...] = jnp.zeros(tile.shape, tile.dtype)
             columns = pl.ds(0, source.shape[-1])
-            self.each(lambda i, at: _set(tile, (i, columns), source[at]))
+            self.visit(lambda i, place: _set(tile, (i, columns), source[place]))
             return
         refs = plgpu.RefType(), plgpu.RefType(tile_transforms(swizzle, tile.dtype))
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -87,7 +87,7 @@ class PackedGqa:
         if self.interpret:
             width = min(tile.shape[-1], target.shape[-1])
             columns = pl.ds(0, width)
-            self.each(lambda i, at: _set(target, (*at, columns), tile[i, columns]))
+            self.visit(lambda i, place: _set(target, (*place, columns), tile[i, columns]))
             return
         refs = plgpu.RefType(tile_transforms(swizzle, tile.dtype)), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -96,7 +96,7 @@ class PackedGqa:
     def store_values(self, values, target):
         """Copies one f32 per row, [rows] in shared memory, to [group, queries] in device memory."""
         if self.interpret:
-            self.each(lambda i, at: _set(target, at[::-1], values[i]))
+            self.visit(lambda i, place: _set(target, place[::-1], values[i]))
             return
         refs = plgpu.RefType(), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -142,16 +142,16 @@ class PackedGqa:
         row = lax.min(self.start + jnp.arange(self.size, dtype=jnp.int32), self.total - 1)
         return lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
 
-    def each(self, copy):
+    def visit(self, copy):
         """Calls copy(i, (query, head)) for every row i that exists."""
         for i in range(self.most):
             row = self.start + i
-            at = lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
-            pl.when(row < self.total)(functools.partial(copy, i, at))
+            place = lax.div(row, jnp.int32(self.group)), lax.rem(row, jnp.int32(self.group))
+            pl.when(row < self.total)(functools.partial(copy, i, place))
 
 
-def _set(ref, at, value):
-    ref[at] = value
+def _set(ref, index, value):
+    ref[index] = value
 
 
 def own_thread():
@@ -172,19 +172,21 @@ class TilePieces:
         self.width = PIECE_BYTES * 8 // self.element.width  # elements of a piece
         outer, self.across, inner, self.columns = tile.type.shape
         self.tile_rows = outer * inner
-        self.of_row = self.across * self.columns // self.width
+        self.row_pieces = self.across * self.columns // self.width
         self.type = ir.VectorType.get((self.width,), self.element)
         self.thread = own_thread()
 
     def in_tile(self, row, piece):
         """Returns the indices of a piece in the tile; the swizzle permutes the pieces of a row."""
-        index, at = ir.IndexType.get(), i32_constant
+        index, constant = ir.IndexType.get(), i32_constant
         in_row = self.columns // self.width  # pieces that the swizzle permutes: 2, 4 or 8
-        inner, outer = arith.remui(row, at(8)), arith.divui(row, at(8))
-        turned = arith.xori(arith.remui(piece, at(in_row)), arith.divui(inner, at(8 // in_row)))
-        column = arith.muli(turned, at(self.width))
-        found = outer, arith.divui(piece, at(in_row)), inner, column
-        return [arith.index_cast(index, x) for x in found]
+        inner, outer = arith.remui(row, constant(8)), arith.divui(row, constant(8))
+        turned = arith.xori(
+            arith.remui(piece, constant(in_row)), arith.divui(inner, constant(8 // in_row))
+        )
+        column = arith.muli(turned, constant(self.width))
+        indices = outer, arith.divui(piece, constant(in_row)), inner, column
+        return [arith.index_cast(index, x) for x in indices]
 
 
 class Pieces(TilePieces):
@@ -196,15 +198,19 @@ class Pieces(TilePieces):
 
     def places(self, rows: int):
         """Yields (first row of the turn, row, piece) of each turn, in which a thread moves one."""
-        for start in range(0, rows * self.of_row, WARPGROUP):
+        for start in range(0, rows * self.row_pieces, WARPGROUP):
             number = arith.addi(self.thread, i32_constant(start))
-            each = i32_constant(self.of_row)
-            yield start // self.of_row, arith.divui(number, each), arith.remui(number, each)
+            row_pieces = i32_constant(self.row_pieces)
+            yield (
+                start // self.row_pieces,
+                arith.divui(number, row_pieces),
+                arith.remui(number, row_pieces),
+            )
 
     def exists(self, row, piece):
         """Returns an i1: true if the array in device memory has this piece."""
         less = arith.CmpIPredicate.ult
-        own = min(self.array.type.shape[-1] // self.width, self.of_row)
+        own = min(self.array.type.shape[-1] // self.width, self.row_pieces)
         some_row = arith.cmpi(less, arith.addi(self.first, row), i32_constant(self.rows.total))
         return arith.andi(some_row, arith.cmpi(less, piece, i32_constant(own)))
 
@@ -214,7 +220,7 @@ class Pieces(TilePieces):
         kind, zero = ir.VectorType.get((self.width,), element), ir.FloatAttr.get(element, 0.0)
         zeros = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, zero))
         for start, row, piece in self.places(self.tile_rows):
-            found = zeros
+            elements = zeros
             if start < self.rows.most:
                 branch = scf.IfOp(self.exists(row, piece), [kind], has_else=True)
                 with ir.InsertionPoint(branch.then_block):
@@ -223,12 +229,12 @@ class Pieces(TilePieces):
                 otherwise: Any = branch.else_block  # there is one; the type says perhaps
                 with ir.InsertionPoint(otherwise):
                     scf.yield_([zeros])
-                found = branch.results[0]
-            yield row, piece, found
+                elements = branch.results[0]
+            yield row, piece, elements
 
     def where_tile_has(self, row, store):
         """Emits `store` for the threads whose row is one of the tile."""
-        if self.tile_rows * self.of_row % WARPGROUP == 0:
+        if self.tile_rows * self.row_pieces % WARPGROUP == 0:
             store()
             return
         less, last = arith.CmpIPredicate.ult, i32_constant(self.tile_rows)
@@ -238,12 +244,12 @@ class Pieces(TilePieces):
 
     def in_array(self, row, piece):
         """Returns a pointer to the piece in device memory."""
-        (of_query, of_head, _), _ = self.array.type.get_strides_and_offset()
+        (query_stride, head_stride, _), _ = self.array.type.get_strides_and_offset()
         row = arith.addi(self.first, row)
         group = i32_constant(self.rows.group)
         terms = (
-            (arith.divui(row, group), of_query),
-            (arith.remui(row, group), of_head),
+            (arith.divui(row, group), query_stride),
+            (arith.remui(row, group), head_stride),
             (piece, self.width),
         )
         places = [arith.muli(x, i32_constant(stride)) for x, stride in terms]
@@ -254,8 +260,8 @@ class Pieces(TilePieces):
 
 def _load_body(rows: PackedGqa, _, source, tile, first):
     pieces = Pieces(rows, tile, source, first)
-    for row, piece, found in pieces.loaded():
-        put = functools.partial(vector.store, found, tile, pieces.in_tile(row, piece))
+    for row, piece, elements in pieces.loaded():
+        put = functools.partial(vector.store, elements, tile, pieces.in_tile(row, piece))
         pieces.where_tile_has(row, put)
 
 
@@ -286,8 +292,8 @@ def _store_body(rows: PackedGqa, _, tile, target, first):
     for _, row, piece in pieces.places(rows.most):
         branch = scf.IfOp(pieces.exists(row, piece))
         with ir.InsertionPoint(branch.then_block):
-            found = vector.load(pieces.type, tile, pieces.in_tile(row, piece))
-            llvm.store(found, pieces.in_array(row, piece), alignment=PIECE_BYTES)
+            elements = vector.load(pieces.type, tile, pieces.in_tile(row, piece))
+            llvm.store(elements, pieces.in_array(row, piece), alignment=PIECE_BYTES)
             scf.yield_([])
 
 
@@ -300,9 +306,9 @@ def _store_values_body(rows: PackedGqa, _, values, target, first):
     exists = arith.andi(inside, arith.cmpi(less, row, i32_constant(rows.total)))
     branch = scf.IfOp(exists)
     with ir.InsertionPoint(branch.then_block):
-        found = memref.load(values, [arith.index_cast(index, thread)])
+        number = memref.load(values, [arith.index_cast(index, thread)])
         place = arith.remui(row, group), arith.divui(row, group)
-        memref.store(found, target, [arith.index_cast(index, x) for x in place])
+        memref.store(number, target, [arith.index_cast(index, x) for x in place])
         scf.yield_([])
 
 
@@ -313,16 +319,18 @@ def _each_row(rows: PackedGqa, first, dtype, value):
     i32, last = ir.IntegerType.get_signless(32), i32_constant(rows.total - 1)
     for index, (row,) in zip(np.ndindex(*registers.shape), layout.thread_idxs(shape), strict=True):
         row = arith.addi(splat(first), arith.index_cast(i32, row))
-        each = [arith.addi(row, i32_constant(e)) for e in range(layout.vector_length)]
-        found = [value(arith.minui(x, last)) for x in each]
-        registers[index] = vector.from_elements(ir.VectorType.get((len(each),), dtype), found)
+        row_numbers = [arith.addi(row, i32_constant(e)) for e in range(layout.vector_length)]
+        values = [value(arith.minui(x, last)) for x in row_numbers]
+        registers[index] = vector.from_elements(
+            ir.VectorType.get((len(row_numbers),), dtype), values
+        )
     return registers, layout
 
 
 def _query_body(rows: PackedGqa, _, first):
     query = lambda row: arith.divui(row, i32_constant(rows.group))
-    found = _each_row(rows, first, ir.IntegerType.get_signless(32), query)
-    return fragmented(*found, is_signed=True)
+    i32 = ir.IntegerType.get_signless(32)
+    return fragmented(*_each_row(rows, first, i32, query), is_signed=True)
 
 
 def _per_query_body(rows: PackedGqa, _, source, first):
@@ -330,8 +338,8 @@ def _per_query_body(rows: PackedGqa, _, source, first):
         query = arith.divui(row, i32_constant(rows.group))
         return memref.load(source, [arith.index_cast(ir.IndexType.get(), query)])
 
-    found = _each_row(rows, first, ir.IntegerType.get_signless(32), value)
-    return fragmented(*found, is_signed=True)
+    i32 = ir.IntegerType.get_signless(32)
+    return fragmented(*_each_row(rows, first, i32, value), is_signed=True)
 
 
 def _per_head_body(rows: PackedGqa, _, source, first):

@@ -47,8 +47,8 @@ def _get_body(grid: Grid, rows: int, layout, _, tile):
     for index, place in _places(grid, rows, layout, tile):
         address, offset = place
         code = f"ld.shared.f32 $0, [$1+{offset}];"
-        found = llvm.inline_asm(f32, [address], code, "=f,r", has_side_effects=True)
-        registers[index] = vector.broadcast(ir.VectorType.get((1,), f32), found)
+        number = llvm.inline_asm(f32, [address], code, "=f,r", has_side_effects=True)
+        registers[index] = vector.broadcast(ir.VectorType.get((1,), f32), number)
     return fragmented(registers, layout)
 
 

@@ -38,7 +38,7 @@ def load_scaled(rows: PackedGqa, source, tile, inverse, swizzle: int):
     if rows.interpret:
         tile[...] = jnp.zeros(tile.shape, tile.dtype)
         inverse[...] = jnp.ones(inverse.shape, inverse.dtype)
-        rows.each(functools.partial(_copy, source, tile, inverse))
+        rows.visit(functools.partial(_copy, source, tile, inverse))
         return
     refs = plgpu.RefType(), plgpu.RefType(tile_transforms(swizzle, tile.dtype)), plgpu.RefType()
     run = plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT))
@@ -56,22 +56,22 @@ def _copy(source, tile, inverse, i: int, place):
 
 def _load_body(rows: PackedGqa, _, source, tile, inverse, first):
     pieces = Pieces(rows, tile, source, first)
-    for row, piece, found in pieces.loaded():
-        scaled, back = _scaled(pieces, found)
+    for row, piece, elements in pieces.loaded():
+        scaled, back = _scaled(pieces, elements)
         store = functools.partial(_store, pieces, scaled, back, inverse, row, piece)
         pieces.where_tile_has(row, store)
 
 
-def _scaled(pieces: Pieces, found):
+def _scaled(pieces: Pieces, elements):
     """Returns (a piece in float16 times the power of its row, 1 / the power).
 
     The pieces of a row lie in neighbouring lanes, 8, 16 or 32 of them.
     """
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    wide = arith.extf(ir.VectorType.get((pieces.width,), f32), found)
+    wide = arith.extf(ir.VectorType.get((pieces.width,), f32), elements)
     most = functools.reduce(arith.maximumf, [math.absf(at(wide, e)) for e in range(pieces.width)])
     distance = 1
-    while distance < pieces.of_row:
+    while distance < pieces.row_pieces:
         most = arith.maximumf(most, mgpu.utils.shfl_bfly(most, distance))
         distance *= 2
     as_float = lambda exponent: arith.bitcast(f32, arith.shli(exponent, i32_constant(23)))
@@ -84,7 +84,7 @@ def _scaled(pieces: Pieces, found):
     return arith.truncf(ir.VectorType.get((pieces.width,), pieces.element), scaled), back
 
 
-def _store(pieces: Pieces, found, back, inverse, row, piece):
+def _store(pieces: Pieces, scaled, back, inverse, row, piece):
     """Stores a piece in pairs: the o-th pair of quarter t of the columns goes to column 8 o + 2 t.
 
     The first piece of a row also stores `back` as the row's inverse.
@@ -93,11 +93,11 @@ def _store(pieces: Pieces, found, back, inverse, row, piece):
     first = arith.muli(piece, i32_constant(pieces.width))
     which, order = (f(first, i32_constant(quarter)) for f in (arith.divui, arith.remui))
     column = arith.addi(arith.muli(order, i32_constant(4)), arith.muli(which, i32_constant(2)))
-    pair = ir.VectorType.get((2,), pieces.element)
+    pair_type = ir.VectorType.get((2,), pieces.element)
     for i in range(0, pieces.width, 2):
-        both = vector.extract_strided_slice(pair, found, [i], [2], [1])
+        pair = vector.extract_strided_slice(pair_type, scaled, [i], [2], [1])
         place = pointer(pieces.tile, row, arith.addi(column, i32_constant(4 * i)))
-        llvm.store(both, place, alignment=4)
+        llvm.store(pair, place, alignment=4)
     first_piece = arith.cmpi(arith.CmpIPredicate.eq, piece, i32_constant(0))
     with ir.InsertionPoint(scf.IfOp(first_piece).then_block):
         memref.store(back, inverse, [arith.index_cast(ir.IndexType.get(), row)])

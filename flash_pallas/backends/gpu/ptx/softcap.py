@@ -90,8 +90,8 @@ def _large_body(largest, _, x):
         top = tops[n % _CHAINS]
         tops[n % _CHAINS] = assembly(top.type, code, top, at(register, e))
     top = functools.reduce(arith.maximumf, tops)
-    found = arith.cmpf(arith.CmpFPredicate.OGT, top, f32_constant(largest))
-    return mgpu.FragmentedArray.splat(of_some_lane(found), (), is_signed=True)
+    large = arith.cmpf(arith.CmpFPredicate.OGT, top, f32_constant(largest))
+    return mgpu.FragmentedArray.splat(of_some_lane(large), (), is_signed=True)
 
 
 def is_large(x, cap: Cap, interpret: bool):

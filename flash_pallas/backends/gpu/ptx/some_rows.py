@@ -46,7 +46,7 @@ class Some:
             swizzle: swizzle of the tile, in bytes.
         """
         if self.interpret:
-            self._each(tile, target)
+            self._copy_rows(tile, target)
             return
         refs = plgpu.RefType(tile_transforms(swizzle, tile.dtype)), plgpu.RefType()
         plgpu.inline_mgpu(arg_types=(*refs, *_SPLATS))(_store_body)(tile, target, *self._bounds)
@@ -54,7 +54,7 @@ class Some:
     def store_values(self, values, target):
         """Copies one f32 per row, [64] in shared memory, to [rows] in device memory."""
         if self.interpret:
-            self._each(values, target)
+            self._copy_rows(values, target)
             return
         refs = plgpu.RefType(), plgpu.RefType()
         run = plgpu.inline_mgpu(arg_types=(*refs, *_SPLATS))(_store_values_body)
@@ -64,7 +64,7 @@ class Some:
     def _bounds(self):
         return tuple(jnp.int32(x) for x in (self.first, self.low, self.high))
 
-    def _each(self, source, target):
+    def _copy_rows(self, source, target):
         least, most = jnp.int32(0), jnp.int32(WARPGROUP_ROWS)
 
         @pl.loop(lax.max(self.low, least), lax.min(self.high, most))
@@ -87,8 +87,8 @@ class _Rows(TilePieces):
         """Returns a pointer to the piece in device memory."""
         i64 = ir.IntegerType.get_signless(64)
         wide = lambda x: arith.extsi(i64, x)
-        (of_row, _), _ = self.array.type.get_strides_and_offset()
-        start = arith.muli(wide(arith.addi(self.first, row)), arith.constant(i64, of_row))
+        (row_stride, _), _ = self.array.type.get_strides_and_offset()
+        start = arith.muli(wide(arith.addi(self.first, row)), arith.constant(i64, row_stride))
         offset = arith.addi(start, wide(arith.muli(piece, i32_constant(self.width))))
         pointer = mgpu.utils.memref_ptr(self.array)
         return mgpu.utils.getelementptr(pointer, [offset], self.element)
@@ -96,17 +96,17 @@ class _Rows(TilePieces):
 
 def _store_body(_, tile, target, first, low, high):
     pieces = _Rows(tile, target, first)
-    each = i32_constant(pieces.of_row)
-    end = i32_constant(WARPGROUP_ROWS * pieces.of_row)
+    row_pieces = i32_constant(pieces.row_pieces)
+    end = i32_constant(WARPGROUP_ROWS * pieces.row_pieces)
     # A loop, as the state of the next tile takes most registers here.
     loop = scf.ForOp(pieces.thread, end, i32_constant(WARPGROUP))
     with ir.InsertionPoint(loop.body):
         number = opaque(loop.induction_variable)
-        row, piece = arith.divui(number, each), arith.remui(number, each)
+        row, piece = arith.divui(number, row_pieces), arith.remui(number, row_pieces)
         branch = scf.IfOp(_within(row, low, high))
         with ir.InsertionPoint(branch.then_block):
-            found = vector.load(pieces.type, tile, pieces.in_tile(row, piece))
-            llvm.store(found, pieces.in_array(row, piece), alignment=PIECE_BYTES)
+            elements = vector.load(pieces.type, tile, pieces.in_tile(row, piece))
+            llvm.store(elements, pieces.in_array(row, piece), alignment=PIECE_BYTES)
             scf.yield_([])
         scf.yield_([])
 
@@ -117,7 +117,7 @@ def _store_values_body(_, values, target, first, low, high):
     exists = arith.cmpi(arith.CmpIPredicate.slt, thread, i32_constant(WARPGROUP_ROWS))
     branch = scf.IfOp(arith.andi(exists, _within(thread, low, high)))
     with ir.InsertionPoint(branch.then_block):
-        found = memref.load(values, [arith.index_cast(index, thread)])
+        number = memref.load(values, [arith.index_cast(index, thread)])
         place = arith.addi(splat(first), thread)
-        memref.store(found, target, [arith.index_cast(index, place)])
+        memref.store(number, target, [arith.index_cast(index, place)])
         scf.yield_([])

@@ -52,8 +52,8 @@ def _sum_body(_, values, tile):
     registers = values.registers.copy()
     for indices, address, offset in _rounds(values, tile):
         code = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-        found = llvm.inline_asm(four, [address], code, "=f,=f,=f,=f,r", has_side_effects=True)
-        floats = [llvm.extractvalue(f32, found, [i]) for i in range(VECTOR)]
-        for index, both in zip(indices, (floats[:2], floats[2:]), strict=True):
-            registers[index] = arith.addf(registers[index], pair(*both))
+        loaded = llvm.inline_asm(four, [address], code, "=f,=f,=f,=f,r", has_side_effects=True)
+        floats = [llvm.extractvalue(f32, loaded, [i]) for i in range(VECTOR)]
+        for index, summands in zip(indices, (floats[:2], floats[2:]), strict=True):
+            registers[index] = arith.addf(registers[index], pair(*summands))
     return fragmented(registers, values.layout)

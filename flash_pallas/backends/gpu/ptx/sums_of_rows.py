@@ -36,15 +36,15 @@ def row_sums(sums, interpret: bool):
 
 
 def _partial_sums_body(_, tile):
-    layout, found = ROWS.to_mgpu(), {}
+    layout, by_row = ROWS.to_mgpu(), {}
     for index, row, _ in coordinates(tile.shape, tile.layout):
         register = tile.registers[index]
-        found.setdefault(row, []).extend(at(register, e) for e in (0, 1))
+        by_row.setdefault(row, []).extend(at(register, e) for e in (0, 1))
     registers = np.empty(layout.registers_shape(tile.shape[:1]), dtype=object)
     strides = layout.tiling.tile_strides((1,))
     for index in np.ndindex(*registers.shape):
         row = sum(i * stride for i, stride in zip(index, strides, strict=True))
-        registers[index] = _single(functools.reduce(arith.addf, found[row]))
+        registers[index] = _single(functools.reduce(arith.addf, by_row[row]))
     return fragmented(registers, layout)
 
 

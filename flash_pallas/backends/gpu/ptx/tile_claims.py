@@ -39,15 +39,15 @@ def _claim_body(num_ctas: int, _, counter, place, order=None):
     branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, thread, i32_constant(0)))
     with ir.InsertionPoint(branch.then_block):
         pointer = mgpu.utils.memref_ptr(counter)
-        found = llvm.inline_asm(
+        claimed = llvm.inline_asm(
             i32, [pointer], "atom.global.add.u32 $0, [$1], 1;", "=r,l", has_side_effects=True
         )
         if order is not None:
             place_in_order = arith.addi(
-                arith.index_cast(index, found), arith.constant(index, num_ctas)
+                arith.index_cast(index, claimed), arith.constant(index, num_ctas)
             )
-            found = memref.load(order, [place_in_order])
-        memref.store(found, place, [zero])
+            claimed = memref.load(order, [place_in_order])
+        memref.store(claimed, place, [zero])
         scf.yield_([])
     mgpu.utils.warpgroup_barrier()
     number = memref.load(place, [zero])

@@ -82,10 +82,10 @@ def _receive_body(dtype, _, words, barrier, parity):
     pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
     layout = WGMMA.to_mgpu()
     registers = np.empty(layout.registers_shape(TILE), dtype=object)
-    address, found = _own_words(words), []
+    address, loaded = _own_words(words), []
     for _, distance in _pieces(registers.size):
-        found += _load_piece(address, distance)
-    for index, word in zip(np.ndindex(*registers.shape), found, strict=True):
+        loaded += _load_piece(address, distance)
+    for index, word in zip(np.ndindex(*registers.shape), loaded, strict=True):
         registers[index] = llvm.bitcast(pair, word)
     return fragmented(registers, layout)
 
@@ -93,11 +93,11 @@ def _receive_body(dtype, _, words, barrier, parity):
 def _load_piece(address, distance: int):
     """Loads one piece from shared memory."""
     i32 = ir.IntegerType.get_signless(32)
-    found = llvm.inline_asm(
+    piece = llvm.inline_asm(
         llvm.StructType.get_literal([i32] * PIECE),
         [address],
         f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {distance}];",
         "=r,=r,=r,=r,r",
         has_side_effects=True,
     )
-    return [llvm.extractvalue(i32, found, [i]) for i in range(PIECE)]
+    return [llvm.extractvalue(i32, piece, [i]) for i in range(PIECE)]

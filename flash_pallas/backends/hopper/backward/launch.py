@@ -44,7 +44,7 @@ def backward(
         interpret: run under the interpreter.
     """
     native = native_backward_problem(problem, kernel_of(blocks))
-    # The other kernels are given copies without padding.
+    # The other kernels read copies whose padding is cleared.
     inside = isinstance(blocks, FusedBlocks) and not wanted
     if not inside:
         do = padding.cleared_queries(operands, cotangents.do)
@@ -73,7 +73,9 @@ def backward(
     )
 
 
-def _summed_rows(native: Problem, blocks: FusedBlocks | PairedBlocks | SplitBlocks):
+def _summed_rows(
+    native: Problem, blocks: FusedBlocks | PairedBlocks | SplitBlocks
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns `summed_rows` of BackwardArrays.of: for the tiles of Q and K, and of V and dO.
 
     A 0 stands for the kernel of backward/dbias/kernel.py.

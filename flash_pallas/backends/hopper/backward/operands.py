@@ -48,8 +48,8 @@ class BackwardArrays(NamedTuple):
     delta: Any  # f32[B, N, T up to a multiple of 128]
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
-    whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole, where problem.hides_by_arrays
-    lists: Any = None  # BlockLists of own blocks, in place of both; where problem.is_listed
+    q_whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole, where problem.hides_by_arrays
+    lists: Any = None  # BlockLists of own blocks, in place of bounds; where problem.is_listed
     states: Any = None  # int32 of every pair of blocks of these lists; for backward/dbias
     auxiliary: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
@@ -60,20 +60,24 @@ class BackwardArrays(NamedTuple):
 
     @classmethod
     def of(
-        cls, problem: Problem, operands: Operands, cotangents: Cotangents, summed_rows: Any
+        cls,
+        problem: Problem,
+        operands: Operands,
+        cotangents: Cotangents,
+        summed_rows: tuple[tuple[int, ...], ...],
     ) -> BackwardArrays:
         """Makes the arrays for the head dims of `problem`; copies only what is padded or split.
 
         `summed_rows`: of all tiles of Q and K, and of V and dO, as Matmuls.operand takes them.
         """
         tile = Matmuls(problem.dtype).operand
-        of_qk, of_v = summed_rows
+        qk_summed_rows, v_summed_rows = summed_rows
         rows = round_up(problem.q_len, ROW_MULTIPLE)
         return cls(
-            q=tile(operands.q, problem.head_dim, *of_qk),
-            k=tile(operands.k, problem.head_dim, *of_qk),
-            v=tile(operands.v, problem.v_head_dim, *of_v),
-            do=tile(cotangents.do, problem.v_head_dim, *of_v),
+            q=tile(operands.q, problem.head_dim, *qk_summed_rows),
+            k=tile(operands.k, problem.head_dim, *qk_summed_rows),
+            v=tile(operands.v, problem.v_head_dim, *v_summed_rows),
+            do=tile(cotangents.do, problem.v_head_dim, *v_summed_rows),
             lse_log2=pad_axis(cotangents.lse_log2, 2, rows, EMPTY_ROW),
             delta=pad_axis(cotangents.delta, 2, rows),
             q_offset=operands.q_offset,
@@ -101,7 +105,7 @@ class BackwardArrays(NamedTuple):
         find = bounds.q_bounds if q_axis else bounds.kv_bounds
         hides = q_axis == 1 and problem.hides_by_arrays
         return self._replace(
-            whole=bounds.q_whole(operands, *tile) if hides else None,
+            q_whole=bounds.q_whole(operands, *tile) if hides else None,
             bounds=find(problem, operands, *tile) if problem.is_dynamic else None,
             auxiliary=self.auxiliary_of(problem, operands, q_axis),
         )
@@ -122,7 +126,7 @@ class BackwardArrays(NamedTuple):
         )
 
     def with_rows_past(self, rows: int) -> BackwardArrays:
-        """Adds so many rows past the last query to what has one value a row; they see no key."""
+        """Pads what has one value a row by `rows` rows past the last query, which see no key."""
         longer = self.lse_log2.shape[2] + rows
         return self._replace(
             lse_log2=pad_axis(self.lse_log2, 2, longer, EMPTY_ROW),
@@ -184,7 +188,7 @@ def own_place(
 ) -> tuple[Any, Any, Callable[[], Any]]:
     """Returns (batch entry, block, function that returns the head) of this CTA in an `own_grid`.
 
-    ptxas orders other instructions by when the head is read: callers read it where it is needed.
+    Where the head is read decides how ptxas orders other instructions, so callers read it late.
     """
     if problem.is_listed:
         batch, head, block = tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
@@ -201,13 +205,13 @@ class KvTileRange(NamedTuple):
 
     start: Any
     masked_from: Any
-    stop: Any  # beyond start, or else one block is read nevertheless
-    kv_len: Any  # how many keys there are, or None where that hides none
+    stop: Any  # after start; of an empty range one block is read nevertheless
+    kv_len: Any  # number of keys; None where no tile reaches past the last one
     everywhere: bool  # `mask_everywhere` of the problem
 
     @classmethod
     def of(
-        cls, problem: Problem, arrays: BackwardArrays, at, rows: int, block_kv: int
+        cls, problem: Problem, arrays: BackwardArrays, own_tile, rows: int, block_kv: int
     ) -> KvTileRange:
         """Makes the range of a CTA's queries.
 
@@ -216,14 +220,14 @@ class KvTileRange(NamedTuple):
         Args:
             problem: what is computed.
             arrays: operands in device memory.
-            at: (batch entry, Q block, position of its first query).
+            own_tile: (batch entry, Q block, position of its first query).
             rows: number of queries in a block.
             block_kv: number of keys in a block.
         """
-        batch, block, position = at
+        batch, block, position = own_tile
         mask = problem.spec.mask
-        found = mask.kv_blocks(position, rows, problem.kv_len, block_kv)
-        start, full_stop, stop = found.start, found.full_stop, found.stop
+        kv_blocks = mask.kv_blocks(position, rows, problem.kv_len, block_kv)
+        start, full_stop, stop = kv_blocks.start, kv_blocks.full_stop, kv_blocks.stop
         if arrays.bounds is not None:
             start, stop = arrays.bounds[batch, block, 0], arrays.bounds[batch, block, 1]
         elif mask.left is not None:
@@ -231,8 +235,8 @@ class KvTileRange(NamedTuple):
         if not mask_everywhere(problem):
             stop = ints.maximum(stop, start + 1)
         if arrays.auxiliary.kv_lengths is not None:
-            whole = ints.floor_div(arrays.auxiliary.kv_lengths[batch], block_kv)
-            full_stop = ints.minimum(full_stop, whole)
+            whole_blocks = ints.floor_div(arrays.auxiliary.kv_lengths[batch], block_kv)
+            full_stop = ints.minimum(full_stop, whole_blocks)
         everywhere, kv_len = mask_everywhere(problem), arrays.kv_len(problem, batch, block_kv)
         if everywhere:
             full_stop = start
@@ -243,8 +247,8 @@ class KvTileRange(NamedTuple):
     @property
     def total(self):
         """Number of blocks."""
-        # In these words LLVM sees that the loop over them runs. Where it might not, ptxas ends dQ
-        # before every step, lest its registers be needed after the loop (C7517).
+        # Written like this, LLVM sees that the loop runs at least once. Otherwise ptxas ends dQ
+        # before every step, as its registers might be needed after the loop (C7517).
         if self.everywhere:
             return jnp.int32(ints.maximum(self.stop - self.start, 1))
         return jnp.int32(self.stop - self.start)
@@ -287,10 +291,10 @@ class KvTileList(NamedTuple):
     kv_len: Any  # how many keys there are; 0 where the list is empty
 
     @classmethod
-    def of(cls, problem: Problem, arrays: BackwardArrays, at, block_kv: int) -> KvTileList:
-        """Makes the list of a CTA's queries; `at`: (batch entry, head, Q block)."""
-        listed = TileList.of(problem, arrays.lists, at)
-        return cls(listed, _keys_seen(problem, arrays, at[0], listed, block_kv))
+    def of(cls, problem: Problem, arrays: BackwardArrays, own_tile, block_kv: int) -> KvTileList:
+        """Makes the list of a CTA's queries; `own_tile`: (batch entry, head, Q block)."""
+        listed = TileList.of(problem, arrays.lists, own_tile)
+        return cls(listed, _keys_seen(problem, arrays, own_tile[0], listed, block_kv))
 
     @property
     def total(self):
@@ -313,8 +317,8 @@ class KvTileList(NamedTuple):
 
 
 def _keys_seen(problem: Problem, arrays: BackwardArrays, batch, listed: TileList, block_kv: int):
-    found = arrays.kv_len(problem, batch, block_kv)
-    return listed.keys_seen(problem.kv_len if found is None else found)
+    kv_len = arrays.kv_len(problem, batch, block_kv)
+    return listed.keys_seen(problem.kv_len if kv_len is None else kv_len)
 
 
 def mask_everywhere(problem: Problem) -> bool:
@@ -358,7 +362,7 @@ class QTileRange:
         cls,
         problem: Problem,
         arrays: BackwardArrays,
-        at,
+        own_tile,
         kv_rows: int,
         block_q: int,
         *,
@@ -373,26 +377,26 @@ class QTileRange:
         Args:
             problem: what is computed.
             arrays: arrays in device memory.
-            at: (batch entry, KV tile).
+            own_tile: (batch entry, KV tile).
             kv_rows: number of keys in a block.
             block_q: number of queries in a tile.
             mask_all: one loop masks all tiles, if any tile is masked.
             shift: number of tiles after the first at which to start; takes one loop.
         """
-        batch, block = at
+        batch, block = own_tile
         kv_start, offset = block * kv_rows, arrays.offset(problem, batch)
-        whole = ints.round_up(problem.q_len, block_q)  # rows past the end have P = 0: no mask
-        found = problem.spec.mask.q_blocks(kv_start - offset, kv_rows, whole, block_q)
+        padded_len = ints.round_up(problem.q_len, block_q)  # rows past the end have P = 0: no mask
+        q_blocks = problem.spec.mask.q_blocks(kv_start - offset, kv_rows, padded_len, block_q)
         if arrays.bounds is None:
-            start = ints.minimum(found.start, whole // block_q - 1)
-            stop = ints.maximum(found.stop, start + 1)
+            start = ints.minimum(q_blocks.start, padded_len // block_q - 1)
+            stop = ints.maximum(q_blocks.stop, start + 1)
         else:
             start = arrays.bounds[batch, block, 0]
             stop = ints.maximum(arrays.bounds[batch, block, 1], start + 1)
-        full_start, full_stop = found.full_start, found.full_stop
-        if arrays.whole is not None:
-            full_start = ints.maximum(full_start, arrays.whole[batch, block, 0])
-            full_stop = ints.minimum(full_stop, arrays.whole[batch, block, 1])
+        full_start, full_stop = q_blocks.full_start, q_blocks.full_stop
+        if arrays.q_whole is not None:
+            full_start = ints.maximum(full_start, arrays.q_whole[batch, block, 0])
+            full_stop = ints.minimum(full_stop, arrays.q_whole[batch, block, 1])
         full_start = ints.maximum(full_start, start)
         kv_len = arrays.kv_len(problem, batch, kv_rows)
         if kv_len is not None:  # the last keys lie past the end: mask every tile
@@ -407,8 +411,8 @@ class QTileRange:
         full_start = ints.minimum(full_start, stop)
         ends = (start, full_start, ints.clip(full_stop, full_start, stop), stop)
         if masks == "some" and arrays.bounds is None:
-            # What is known of a number of steps, at short lengths say, makes ptxas peel off one or
-            # end every wgmma at once (C7512). So does this barrier where nothing is known (with a
+            # A number of steps that is known, at short lengths say, makes ptxas peel off one or end
+            # every wgmma at once (C7512). So does this barrier where the number is unknown (with a
             # window, GQA and segment ids together).
             ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
         start, full_start, full_stop, stop = ends
@@ -539,14 +543,14 @@ class QTileList:
         cls,
         problem: Problem,
         arrays: BackwardArrays,
-        at,
+        own_tile,
         kv_rows: int,
         block_q: int,
         *,
         mask_all: bool,
     ) -> QTileList:
-        """Makes the list of a CTA; `at`: (batch entry, KV head, KV tile)."""
-        batch, listed = at[0], TileList.of(problem, arrays.lists, at)
+        """Makes the list of a CTA; `own_tile`: (batch entry, KV head, KV tile)."""
+        batch, listed = own_tile[0], TileList.of(problem, arrays.lists, own_tile)
         kv_len = _keys_seen(problem, arrays, batch, listed, kv_rows)
         per_head, offset = -(-problem.q_len // block_q), arrays.offset(problem, batch)
         return cls(listed, per_head, offset, kv_len, problem.group, mask_all)
@@ -558,10 +562,10 @@ class QTileList:
 
     def __getitem__(self, n):
         """Returns (head of the group, Q block) of the n-th tile."""
-        found = self.listed[n]
+        number = self.listed[n]
         if self.group == 1:
-            return 0, found
-        return lax.div(found, jnp.int32(self.per_head)), lax.rem(found, jnp.int32(self.per_head))
+            return 0, number
+        return lax.div(number, jnp.int32(self.per_head)), lax.rem(number, jnp.int32(self.per_head))
 
     def apart(self, opaque: Callable) -> QTileList:
         """Returns this list with numbers from which nothing is shared with another loop."""
@@ -598,42 +602,52 @@ class QTilePairs:
 
     Attributes:
         tiles: the list.
-        each: i32, number of tiles in a step, 2; 1 where rows may have a shift, which is loaded for
-            one tile.
+        per_step: i32, number of tiles in a step, 2; 1 where rows may have a shift, which is loaded
+            for one tile.
         past: number of a tile of rows that do not exist.
     """
 
     tiles: QTileList
-    each: Any
+    per_step: Any
     past: int
 
     q_offset, kv_len = 0, None
 
     @classmethod
-    def of(cls, problem: Problem, arrays: BackwardArrays, at, kv_rows: int, far) -> QTilePairs:
-        """Makes the list of a CTA; `at`: (batch entry, KV head, KV tile); `far`: as of a group."""
+    def of(
+        cls, problem: Problem, arrays: BackwardArrays, own_tile, kv_rows: int, far
+    ) -> QTilePairs:
+        """Makes the list of a CTA.
+
+        Args:
+            problem: what is computed.
+            arrays: arrays in device memory.
+            own_tile: (batch entry, KV head, KV tile).
+            kv_rows: number of keys in a tile.
+            far: i32 of the group of heads, not 0 if rows of it are shifted; None: none can be.
+        """
         rows = problem.list_block[0]
-        tiles = QTileList.of(problem, arrays, at, kv_rows, rows, mask_all=False)
-        each = jnp.int32(2) if far is None else lax.select(far > 0, jnp.int32(1), jnp.int32(2))
-        return cls(tiles, each, arrays.lse_log2.shape[2] // rows - 1)
+        tiles = QTileList.of(problem, arrays, own_tile, kv_rows, rows, mask_all=False)
+        per_step = jnp.int32(2) if far is None else lax.select(far > 0, jnp.int32(1), jnp.int32(2))
+        return cls(tiles, per_step, arrays.lse_log2.shape[2] // rows - 1)
 
     @property
     def total(self):
         """Number of steps, at least one."""
-        return lax.div(self.tiles.total + self.each - 1, self.each)
+        return lax.div(self.tiles.total + self.per_step - 1, self.per_step)
 
     def __getitem__(self, n):
         """Returns (head of the group, Q block) of the first tile of the n-th step."""
-        return self.tiles[n * self.each]
+        return self.tiles[n * self.per_step]
 
     def both(self, n):
         """Returns (head of the group, Q block, Q block of its log-sum-exp) of both tiles."""
-        first, count = n * self.each, self.tiles.listed.count
+        first, count = n * self.per_step, self.tiles.listed.count
         second = first + 1
-        there = (self.each == 2) & (second < count)
-        pair = self.tiles[first], self.tiles[lax.select(there, second, first)]
+        has_second = (self.per_step == 2) & (second < count)
+        pair = self.tiles[first], self.tiles[lax.select(has_second, second, first)]
         row_of = lambda seen, block: lax.select(seen, block, jnp.int32(self.past))
-        seen = first < count, there
+        seen = first < count, has_second
         return [(*x, row_of(s, x[1])) for x, s in zip(pair, seen, strict=True)]
 
     def visit(self, step, *, in_one_loop: bool = False):

@@ -101,12 +101,12 @@ class AuxiliaryInputs:
 
     @property
     def row_vectors(self) -> tuple[str, ...]:
-        """Names of AuxiliaryGmem.row_vectors."""
+        """Names of the vectors of rows, in the order of AuxiliaryGmem.row_vectors."""
         return vectors(self.problem, self.q_axis)
 
     @property
     def column_vectors(self) -> tuple[str, ...]:
-        """Names of AuxiliaryGmem.column_vectors."""
+        """Names of the vectors of columns, in the order of AuxiliaryGmem.column_vectors."""
         return vectors(self.problem, 1 - self.q_axis)
 
     @property
@@ -180,8 +180,8 @@ class AuxiliaryInputs:
     def fragments_of_rows(self, gmem: AuxiliaryGmem, place: Place) -> TileInputs:
         """Loads the row fragments that are the same for every head."""
         rows = pl.ds(place.row_start, WARPGROUP_ROWS)
-        found = (_load_rows(vector.at[place.batch, rows]) for vector in gmem.row_vectors)
-        fragments = TileInputs()._replace(**dict(zip(self.row_vectors, found, strict=True)))
+        loaded = (_load_rows(vector.at[place.batch, rows]) for vector in gmem.row_vectors)
+        fragments = TileInputs()._replace(**dict(zip(self.row_vectors, loaded, strict=True)))
         if not self.q_axis:
             return fragments
         return fragments._replace(kv_keys=self.row_keys(gmem, place))
@@ -239,36 +239,36 @@ class AuxiliaryInputs:
             rows: the warpgroup's rows within the streamed tile (a pl.ds).
             ids: vectors hide something of the tile.
         """
-        columns, found = ("q" if self.q_axis else "kv"), {}
+        columns, tile_inputs = ("q" if self.q_axis else "kv"), {}
         read = vectors(self.problem, 1 - self.q_axis, hides=ids)
         if not ids:
-            found |= dict.fromkeys(HIDING)
+            tile_inputs |= dict.fromkeys(HIDING)
         for name, vector in zip(self.column_vectors, smem.vectors if smem else (), strict=True):
             if name in read:
-                found[name] = plgpu.load(vector.at[slot], layout=inline.COLS)
+                tile_inputs[name] = plgpu.load(vector.at[slot], layout=inline.COLS)
         if self.drops:
-            found[f"{columns}_keys"] = plgpu.load(smem.keys.at[slot], layout=inline.COLS)
+            tile_inputs[f"{columns}_keys"] = plgpu.load(smem.keys.at[slot], layout=inline.COLS)
         if (size := self.problem.bias_shape) is not None:
             streamed = None if smem is None else smem.bias
             wide = functools.partial(self.wide, fragments.bias, streamed, size)
-            # The second time not what registers still have.
+            # With the barrier it is read from shared memory again, not kept in registers.
             again = lambda: wide(lax.optimization_barrier(slot), shape, rows)
             some = None
             if smem is not None and self.kind(size) == "columns":
                 some = functools.partial(infinities.some_infinite, smem.bias.at[slot])
-            given = wide(slot, shape, rows), again, some
-            fragments = score_tile.with_bias(self.problem, fragments, *given)
+            bias = wide(slot, shape, rows)
+            fragments = score_tile.with_bias(self.problem, fragments, bias, again, some)
         if (size := self.problem.mask_shape) is not None:
             streamed = None if smem is None else smem.mask
             mask = self.wide(fragments.mask, streamed, size, slot, shape, rows)
-            found["mask"] = mask.astype(jnp.float32) != 0.0
-        return fragments._replace(**found)
+            tile_inputs["mask"] = mask.astype(jnp.float32) != 0.0
+        return fragments._replace(**tile_inputs)
 
-    def wide(self, of_rows, smem, size, slot, shape, rows):
+    def wide(self, row_values, smem, size, slot, shape, rows):
         """Returns a bias or mask over the warpgroup's tile, in its dtype."""
         kind = self.kind(size)
         if kind in ("rows", "scalar"):
-            return lax.broadcast_in_dim(of_rows, shape, (0,) if kind == "rows" else ())
+            return lax.broadcast_in_dim(row_values, shape, (0,) if kind == "rows" else ())
         if kind == "columns":
             vector = plgpu.load(smem.at[slot], layout=inline.COLS)
             return lax.broadcast_in_dim(vector, shape, (1,))

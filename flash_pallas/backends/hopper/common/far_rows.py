@@ -16,10 +16,10 @@ import enum
 from ....core.problem import Problem
 from ...gpu.ptx.online_softmax import far_of
 
-# Of a batch entry and a head of keys: a CTA of the backward's second launch for each. One that has
-# nothing to do takes its SM for about a microsecond.
+# Pairs of a batch entry and a KV head: the backward's second launch has a CTA for each. One that
+# has nothing to do occupies its SM for about a microsecond.
 MOST_PAIRS = 512
-# Of tiles or KV blocks, eight for each SM: shorter calls would notice 2 us more.
+# Least number of tiles or KV blocks, eight for each SM: in shorter calls 2 us more would show.
 ENOUGH = 1056
 
 
@@ -27,8 +27,8 @@ class Part(enum.Enum):
     """Rows that a launch computes."""
 
     ALL = "all"
-    NEAR = "near"  # small logits; it says where there were others
-    FAR = "far"  # what NEAR has left
+    NEAR = "near"  # rows with small logits; it notes where there were others
+    FAR = "far"  # the rows that NEAR has left
     ALL_IF_NEAR = "all if near"  # none, if some row of the call has large logits
     ALL_IF_FAR = "all if far"  # none, if no row has
 
@@ -52,8 +52,8 @@ def leaves_in_forward(problem: Problem) -> bool:
     return plain and dims == (64, 64) and spec.mask.is_trivial and _may_leave(problem)
 
 
-# Operands that neither decide which Q tiles a KV tile has, but by a length, nor make logits large
-# that are not.
+# Operands that do not make small logits large, and do not decide which Q tiles a KV tile has,
+# except by a length.
 ALLOWED = {"sinks", "kv_lengths", "alibi_slopes", "dropout_keys", "score_params"}
 
 

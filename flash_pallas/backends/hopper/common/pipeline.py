@@ -30,7 +30,7 @@ class Ring(NamedTuple):
     full: Any
     empty: Any
     slots: int
-    refill: Any = None  # called with the use that a released slot is free for
+    refill: Callable[[Any], Any] | None = None  # called with the next fill of a released slot
     before: Any = 0  # uses before the one that is counted as number 0
 
     def use(self, n):
@@ -93,7 +93,7 @@ def swizzles(width: int, dtype, *columns: int) -> list[int]:
 def tile_buffer(shape, dtype, swizzle: int | None = None):
     """Returns the shared memory of a tile for TMA and wgmma.
 
-    Rows are whole multiples of the swizzle, which is the widest unless told (in bytes).
+    A row is a multiple of the swizzle, in bytes; None is the widest that divides it.
     """
     swizzle = swizzle or swizzles(shape[-1], dtype)[0]
     columns = swizzle // jnp.dtype(dtype).itemsize
@@ -113,7 +113,7 @@ def row_buffer(shape):
 
 
 def hidden(index):
-    """Returns an index of shared memory that is found anew in every step.
+    """Returns an index of shared memory that is computed anew in every step.
 
     Descriptors of operands, one a wgmma, are then not held over the loop.
     """
@@ -125,16 +125,16 @@ def warpgroup_rows(warpgroup):
     return pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
 
-def rows_of(ref, at, tile, column: int | None = None):
-    """Returns ref.at[at] in rows as long as those of `tile`, from `column` on.
+def rows_of(ref, index, tile, column: int | None = None):
+    """Returns ref.at[index] in rows as long as those of `tile`, from `column` on.
 
     The array's may be shorter: see `swizzles`.
     """
     if column is None and ref.shape[-1] == tile.shape[-1]:
-        return ref.at[at]
-    zero = at[0] * 0  # traced: JAX refuses a static slice past the array's end
+        return ref.at[index]
+    zero = index[0] * 0  # traced: JAX refuses a static slice past the array's end
     first = zero if column is None else zero + column
-    return ref.at[(*at, pl.ds(first, tile.shape[-1]))]
+    return ref.at[(*index, pl.ds(first, tile.shape[-1]))]
 
 
 # --- Clusters of CTAs that load together what all of them read ------------------------------------
@@ -143,9 +143,9 @@ def rows_of(ref, at, tile, column: int | None = None):
 # a tile and multicasts it: TMA writes it into the same slot of every CTA and counts its bytes in
 # the full barrier of each. That changes two things about the ring, and nothing else:
 #
-#     full    belongs to one CTA. Its producer announces all bytes of a tile, whoever sends them, so
-#             a consumer waits as ever. Bytes of a neighbour may come before they are announced: the
-#             phase cannot end, as the producer's own arrival is still missing.
+#     full    belongs to one CTA. Its producer announces all bytes of a tile, from any CTA, so a
+#             consumer waits as without a cluster. Bytes of a neighbour may come before they are
+#             announced: the phase cannot end, as the producer's own arrival is still missing.
 #     empty   is a promise to all producers, since all of them write here. A consumer that has read
 #             a slot arrives at the empty barrier of every CTA, and each counts the warpgroups of
 #             the cluster. A producer that has waited for its own may overwrite the slot everywhere.
@@ -220,22 +220,22 @@ class Padding(NamedTuple):
         """
         if valid is None:
             return None
-        whole = pad_axis(valid, 1, -(-valid.shape[1] // tile) * tile, True)
-        holes = ~jnp.all(whole.reshape(len(valid), -1, tile), axis=-1)
+        padded = pad_axis(valid, 1, -(-valid.shape[1] // tile) * tile, True)
+        holes = ~jnp.all(padded.reshape(len(valid), -1, tile), axis=-1)
         # Beyond the end TMA delivers zeros.
         length = within_reach(valid.shape[1])
         return cls(pad_axis(valid, 1, length, True).astype(jnp.int32), holes.astype(jnp.int32))
 
 
-def loader(padding: Padding | None, *how) -> Callable:
+def loader(padding: Padding | None, *options) -> Callable:
     """Returns the function that loads a tile, (source, destination, full, batch, tile).
 
     Args:
         padding: padding of the array's rows; None for plain copies.
-        *how: the other fields of Loader.
+        *options: the other fields of Loader.
     """
     if padding is not None:
-        return Loader(padding, *how)
+        return Loader(padding, *options)
     return lambda source, destination, full, *_: plgpu.copy_gmem_to_smem(source, destination, full)
 
 
@@ -244,7 +244,7 @@ class Loader(NamedTuple):
 
     Attributes:
         padding: padding of the array's rows.
-        arrived: mbarrier of one arrival that nobody else uses.
+        arrived: mbarrier of one arrival, for this loader alone.
         swizzle: swizzle of the tile in shared memory, in bytes.
         interpret: run under the interpreter.
         threads: number of threads that load together, WARP or WARPGROUP.

@@ -12,7 +12,7 @@ from ....core.block_lists import BlockLists
 from ....core.problem import Problem
 from ...gpu import auxiliary_arrays
 
-# Of what a head of the backward reads of the queries, and adds to them: more does not stay in L2.
+# Bytes that a head of the backward reads of Q and dO and adds to dQ: more does not stay in L2.
 # bf16, 109,632 tokens (112 MB), 7 heads, each block of queries with 64 blocks of keys: with rotated
 # lists 1.50 times as fast with blocks of 128, whose dQ, dO and Q were all read from device memory
 # (H100), and dK/dV 1.03 with blocks of 64 (H200). 32k tokens (34 MB): 0.98 to 1.00. Lists of keys
@@ -23,7 +23,7 @@ AT_ONCE = 132  # CTAs: as many SMs as an H100 or H200 has
 
 
 def ordered(lists: BlockLists, batch: int, heads: int) -> BlockLists:
-    """Returns the lists of all tiles of so many entries and heads, in one, and the tiles' order."""
+    """Returns the lists of all tiles, for `batch` entries and `heads` heads, with their order."""
     return lists.in_one._replace(order=block_lists.longest_first(lists, batch, heads))
 
 
@@ -66,23 +66,24 @@ class TileList(NamedTuple):
     rotation: Any = None
 
     @classmethod
-    def of(cls, problem: Problem, lists: BlockLists, at) -> TileList:
+    def of(cls, problem: Problem, lists: BlockLists, own_tile) -> TileList:
         """Returns the list of a tile.
 
         Args:
             problem: what is computed.
             lists: `BlockLists.in_one` of a call, in device memory.
-            at: (batch entry, head, tile); the head of keys for lists of `block_lists.of_keys`.
+            own_tile: (batch entry, head, tile); the head of keys for lists of
+                `block_lists.of_keys`.
         """
-        batch, head, tile = at
-        of_list = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
-        start, whole, stop = (lists.bounds[(*of_list, tile, end)] for end in range(3))
+        batch, head, tile = own_tile
+        list_entry = auxiliary_arrays.entry(problem, lists.bounds.shape, batch, head)
+        start, whole_start, stop = (lists.bounds[(*list_entry, tile, end)] for end in range(3))
         rotation = None
         if lists.rotation is not None:
             tiles = lists.bounds.shape[2]
             heads = lists.rotation.shape[0] // (problem.batch * tiles)
             rotation = lists.rotation[(batch * heads + head) * tiles + tile]
-        return cls(lists.index, start, whole - start, stop - start, rotation)
+        return cls(lists.index, start, whole_start - start, stop - start, rotation)
 
     @property
     def steps(self):

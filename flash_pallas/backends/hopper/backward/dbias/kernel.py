@@ -182,14 +182,14 @@ class DbiasKernel:
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # not to be hoisted: descriptors
         place = self.place(step, cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         fragments = self.sums.auxiliary.fragments(cta.gmem.auxiliary, place)  # under the wait
-        where = RegisterTile(
+        tile = RegisterTile(
             q_start=place.row_start + cta.gmem.offset(self.problem, step.batch),
             kv_start=place.column_start,
             shape=self.shape,
             interpret=self.interpret,
             precise=self.problem.dtype == jnp.float32,
         )
-        limits = self.limits(cta, step, where)
+        limits = self.limits(cta, step, tile)
 
         def matmuls(s_acc, dp_acc):
             multiply = functools.partial(self.matmuls.multiply, transposed=True)
@@ -204,12 +204,12 @@ class DbiasKernel:
                 # What is kept stays in 16 bits: converted before the loop it takes 64 registers.
                 own_bias = self.own_bias(cta) if bias is None else lax.optimization_barrier(bias)
                 inputs = score_tile.with_bias(self.problem, inputs, own_bias, lambda: own_bias)
-            w = score_tile.weights(self.problem, where, s, lse, inputs, limits, marks=True)
+            w = score_tile.weights(self.problem, tile, s, lse, inputs, limits, marks=True)
             w = w._replace(p=lax.optimization_barrier(w.p))
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             pipeline.cluster_release(self.blocks.cluster, cta.ring, n, self.interpret)
-            d = w.p * score_tile.centred(self.problem, w.kept, dp, where.per_q(delta))
-            return self.terms(scores.placed(where, inputs), *w.pull(d))
+            dlogits = w.p * score_tile.centred(self.problem, w.kept, dp, tile.per_q(delta))
+            return self.terms(scores.placed(tile, inputs), *w.pull(dlogits))
 
         # Before the accumulators exist: zeroed on one side of a branch and used on the other, they
         # cost an instruction per register.
@@ -217,27 +217,27 @@ class DbiasKernel:
         accumulator = plgpu.ACC(self.shape, jnp.float32)
         return pl.run_scoped(matmuls, accumulator, accumulator)
 
-    def terms(self, where: RegisterTile, dz, dparams):
+    def terms(self, tile: RegisterTile, dz, dparams):
         """Returns what a tile adds to each sum, from the gradients of scores and of score_mod."""
         if self.sums.axes != "rows":
             return (dz,)
         lanes = functools.partial(inline.lane_sums, interpret=self.interpret)
-        return tuple(lanes(term(name, where, dz, dparams)) for name in self.sums.names)
+        return tuple(lanes(term(name, tile, dz, dparams)) for name in self.sums.names)
 
     def shift(self, cta: DbiasCta, place: Place) -> Callable | None:
         """Returns the shift of the queries of a tile; None where there is none."""
         far = self.sums.auxiliary.far(cta.gmem.auxiliary, place.batch, place.head)
         if far is None:
             return None
-        given = cta.gmem.auxiliary, far, place.head, place.row_start
-        return row_shift(self.problem, *given, some=far)
+        auxiliary, query = cta.gmem.auxiliary, place.row_start
+        return row_shift(self.problem, auxiliary, far, place.head, query, some=far)
 
     def own_bias(self, cta: DbiasCta):
         """Loads this warpgroup's rows of the tile of the bias that a CTA holds."""
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))
         return plgpu.load(cta.smem.bias.at[own], layout=inline.WGMMA)
 
-    def limits(self, cta: DbiasCta, step: DbiasStep, where: RegisterTile) -> Limits:
+    def limits(self, cta: DbiasCta, step: DbiasStep, tile: RegisterTile) -> Limits:
         """Returns what positions leave visible of a tile.
 
         Keys past the end matter to sums over keys alone.
@@ -246,19 +246,19 @@ class DbiasKernel:
         if self.sums.axes != "rows" and cta.gmem.auxiliary.kv_lengths is None:
             kv_len = None
         if cta.gmem.states is not None:
-            seen = self.kept_by_lists(cta, step, where)
+            seen = self.kept_by_lists(cta, step, tile)
             kv_len = self.problem.kv_len if kv_len is None else kv_len
             kv_len = lax.select(seen, jnp.int32(kv_len), jnp.int32(0))
-        return where.limits(self.problem.spec.mask, kv_len)
+        return tile.limits(self.problem.spec.mask, kv_len)
 
-    def kept_by_lists(self, cta: DbiasCta, step: DbiasStep, where: RegisterTile):
+    def kept_by_lists(self, cta: DbiasCta, step: DbiasStep, tile: RegisterTile):
         """Returns whether lists name the blocks that a tile of this warpgroup lies in."""
         states, (rows, columns) = cta.gmem.states, self.problem.list_block
-        of_list = auxiliary_arrays.entry(self.problem, states.shape, step.batch, step.head)
+        list_entry = auxiliary_arrays.entry(self.problem, states.shape, step.batch, step.head)
         query = step.q_block * self.blocks.block_q + cta.wg * WARPGROUP_ROWS
         # Rows past the last query have a block of their own in the last tile only.
         row = lax.min(lax.div(query, jnp.int32(rows)), jnp.int32(states.shape[2] - 1))
-        return states[(*of_list, row, lax.div(where.kv_start, jnp.int32(columns)))] > 0
+        return states[(*list_entry, row, lax.div(tile.kv_start, jnp.int32(columns)))] > 0
 
     def store_tile(self, cta: DbiasCta, total):
         """Writes this warpgroup's rows of one tile of the bias's gradient."""
@@ -269,20 +269,20 @@ class DbiasKernel:
         plgpu.commit_smem()
         queries, keys = self.tile_at(cta)
         rows = pl.ds(queries.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        at = (*divide(cta.owned.part, self.problem.bias_shape[1]), rows, keys)
-        plgpu.copy_smem_to_gmem(staging.at[own], out.at[at])
+        index = (*divide(cta.owned.part, self.problem.bias_shape[1]), rows, keys)
+        plgpu.copy_smem_to_gmem(staging.at[own], out.at[index])
 
     def store_columns(self, cta: DbiasCta, total):
         """Writes this warpgroup's sums over its rows, one per key.
 
-        The tile is transposed on its way through shared memory. Of 32 keys half a tile is, and the
-        other half may hold anything.
+        The tile is transposed on its way through shared memory. With 32 keys, only half of it is
+        used, and the other half may hold anything.
         """
         staging, vectors = cta.smem.sums.at[cta.wg], cta.smem.vectors.at[cta.wg]
-        own, found = staging, vectors
+        own, key_sums = staging, vectors
         if self.blocks.block_kv < WARPGROUP_ROWS:
             own = staging.at[:, pl.ds(0, self.blocks.block_kv)]
-            found = vectors.at[pl.ds(0, self.blocks.block_kv)]
+            key_sums = vectors.at[pl.ds(0, self.blocks.block_kv)]
         own[...] = total[0]
         plgpu.commit_smem()  # each warp reads what the others wrote
         for first in range(0, self.blocks.block_kv, WARPGROUP_ROWS):
@@ -292,9 +292,9 @@ class DbiasKernel:
             )
             vectors[keys] = plgpu.layout_cast(tile, inline.WGMMA).sum(axis=1)
         plgpu.commit_smem()
-        x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
-        keys = pl.ds(x * self.blocks.block_kv, self.blocks.block_kv)
-        plgpu.copy_smem_to_gmem(found, cta.out[0].at[batch, head, cta.wg, keys])
+        block, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
+        keys = pl.ds(block * self.blocks.block_kv, self.blocks.block_kv)
+        plgpu.copy_smem_to_gmem(key_sums, cta.out[0].at[batch, head, cta.wg, keys])
 
     def store_rows(self, cta: DbiasCta, total):
         """Writes this warpgroup's rows of every sum."""
@@ -302,14 +302,19 @@ class DbiasKernel:
         for i, lanes in enumerate(total):
             cta.smem.vectors[i, own] = lanes.sum(axis=1)
         plgpu.commit_smem()
-        x, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
-        rows = pl.ds(x * self.blocks.block_q + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        block, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
+        rows = pl.ds(block * self.blocks.block_q + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         for i, out in enumerate(cta.out):
             plgpu.copy_smem_to_gmem(cta.smem.vectors.at[i, own], out.at[batch, head, rows])
 
 
 def score_sums(
-    problem: Problem, sums, operands: Operands, arrays: BackwardArrays, producer: bool, interpret
+    problem: Problem,
+    sums,
+    operands: Operands,
+    arrays: BackwardArrays,
+    producer: bool,
+    interpret: bool,
 ):
     """Launches the kernel; returns one array per name.
 
@@ -337,8 +342,8 @@ def score_sums(
     out = float32((problem.batch, problem.q_heads, q_tiles * blocks.block_q))  # all are summed
     if axes == "columns":
         grid |= {"x": kv_tiles}
-        whole = round_up(problem.kv_len, 128)
-        out = float32((problem.batch, problem.q_heads, blocks.warpgroups, whole))
+        padded_len = round_up(problem.kv_len, 128)
+        out = float32((problem.batch, problem.q_heads, blocks.warpgroups, padded_len))
     auxiliary, bias = arrays.auxiliary_of(problem, operands, 0), None
     tile = (blocks.block_q, blocks.block_kv)
     if axes == "tile":
@@ -349,11 +354,11 @@ def score_sums(
         bias, auxiliary = auxiliary.bias, auxiliary._replace(bias=None)
         dtype = problem.bias_dtype if parts == 1 else jnp.float32
         out = jax.ShapeDtypeStruct((parts * entries, heads, *bias.shape[2:]), dtype)
-    given = arrays
+    gmem = arrays
     if problem.is_listed:
-        given = arrays.for_any_tile(problem, operands)
-    elif axes != "tile":  # there the tile is given, and what it does not show is masked
-        given = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
+        gmem = arrays.for_any_tile(problem, operands)
+    elif axes != "tile":  # whose CTAs own a tile, and mask what is hidden of it
+        gmem = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
     run = launch(
         DbiasKernel(sums, blocks, interpret),
         out=(out,) * len(names),
@@ -364,12 +369,12 @@ def score_sums(
         name=f"flash_pallas_backward_scores_{axes}",
         interpret=interpret,
     )
-    found = run(given._replace(auxiliary=auxiliary), bias)
-    return tuple(x.sum(axis=2) for x in found) if axes == "columns" else found
+    totals = run(gmem._replace(auxiliary=auxiliary), bias)
+    return tuple(x.sum(axis=2) for x in totals) if axes == "columns" else totals
 
 
 class DbiasStep(NamedTuple):
-    """Place of one tile of scores."""
+    """Place of the tile of scores of one step."""
 
     batch: Any
     head: Any
@@ -413,19 +418,18 @@ class DbiasCta:
     smem: DbiasSmem
     bars: DbiasBarriers
     wg: Any
-    refill: Any = None  # of the ring
+    refill: Callable[[Any], Any] | None = None  # of the ring
 
     @property
     def owned(self) -> BiasTile:
         """The tile of the bias that this CTA owns, where it owns one."""
         blocks = self.blocks
-        size = blocks.block_q, blocks.block_kv, blocks.cluster
-        tiles = BiasTiles.of(self.sums.problem, *size)
+        tiles = BiasTiles.of(self.sums.problem, blocks.block_q, blocks.block_kv, blocks.cluster)
         return tiles.at(lax.axis_index("cluster"), pipeline.cluster_rank(blocks.cluster))
 
     @property
     def ring(self) -> Ring:
-        """Ring of the stages."""
+        """Ring of the stages, each with all the tiles that a step reads."""
         return Ring(self.bars.full, self.bars.empty, self.blocks.stages, self.refill)
 
     def steps(self) -> DbiasSteps:
@@ -433,23 +437,28 @@ class DbiasCta:
         problem, blocks = self.sums.problem, self.blocks
         if self.sums.axes == "tile":
             return self.members()
-        x, y, z = (lax.axis_index(name) for name in ("x", "y", "z"))
+        block, head, batch = (lax.axis_index(name) for name in ("x", "y", "z"))
         if self.sums.axes == "rows":
-            position = x * blocks.block_q + self.gmem.offset(problem, z)
-            at = (z, x, position)
-            kv_tiles = KvTileRange.of(problem, self.gmem, at, blocks.block_q, blocks.block_kv)
-            return DbiasSteps(DbiasStep(z, y, x, kv_tiles.start), kv_tiles.total, "kv_block")
-        at, size = (z, x), (blocks.block_kv, blocks.block_q)
-        q_tiles = QTileRange.of(problem, self.gmem, at, *size, mask_all=True)
-        return DbiasSteps(DbiasStep(z, y, q_tiles.start, x), jnp.int32(q_tiles.per_head), "q_block")
+            position = block * blocks.block_q + self.gmem.offset(problem, batch)
+            own_tile = batch, block, position
+            kv_tiles = KvTileRange.of(problem, self.gmem, own_tile, blocks.block_q, blocks.block_kv)
+            return DbiasSteps(
+                DbiasStep(batch, head, block, kv_tiles.start), kv_tiles.total, "kv_block"
+            )
+        q_tiles = QTileRange.of(
+            problem, self.gmem, (batch, block), blocks.block_kv, blocks.block_q, mask_all=True
+        )
+        return DbiasSteps(
+            DbiasStep(batch, head, q_tiles.start, block), jnp.int32(q_tiles.per_head), "q_block"
+        )
 
     def members(self) -> DbiasSteps:
         """Returns the tile of this CTA, once for every batch entry and head that shares it."""
         blocks, own = self.blocks, self.owned
         size, parts = (blocks.block_q, blocks.block_kv), self.sums.parts(blocks)
-        found = members_of(self.sums.problem, own, parts, size, blocks.cluster)
-        first = DbiasStep(found.batch, found.head, own.q_block, own.kv_block)
-        return DbiasSteps(first, found.total, members=found)
+        members = members_of(self.sums.problem, own, parts, size, blocks.cluster)
+        first = DbiasStep(members.batch, members.head, own.q_block, own.kv_block)
+        return DbiasSteps(first, members.total, members=members)
 
     @property
     def bias_place(self):

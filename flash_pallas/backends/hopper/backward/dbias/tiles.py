@@ -53,7 +53,7 @@ class ScoreBlocks:
 # but no modifier.
 KEEPING = (ScoreBlocks(stages=3, keep_bias=True), ScoreBlocks(keep_bias=True))
 # bf16, H200: a pair of CTAs is 1.10 to 1.17 (head dim 64) and 1.21 (32) times as fast as two on
-# their own. Where the number of key tiles is odd, one CTA of the last pair works for nothing.
+# their own. Where the number of key tiles is odd, one CTA of the last pair computes a tile in vain.
 PAIR = 2
 PAIRS_FROM = 9  # an odd number of tiles, of which a tenth is little enough to waste
 CHOICES = (

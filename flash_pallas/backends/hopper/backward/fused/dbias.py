@@ -37,8 +37,8 @@ def gradient_of_bias(problem: Problem, sums, first_key: int = 0):
     It has the shape of the bias (or of that part) and its dtype. `sums`: f32[Bb, Nb, S, T], up to
     whole tiles, of the keys from `first_key` on.
     """
-    whole = sums[:, :, : problem.kv_len - first_key, : problem.q_len]
-    return whole.swapaxes(2, 3).astype(problem.bias_dtype)
+    unpadded = sums[:, :, : problem.kv_len - first_key, : problem.q_len]
+    return unpadded.swapaxes(2, 3).astype(problem.bias_dtype)
 
 
 def sum_dbias(cta: FusedCta):
@@ -53,7 +53,7 @@ def sum_dbias(cta: FusedCta):
 
 def _sum_kv_tile(cta: FusedCta, kv_index):
     """Adds up dS of all Q tiles of one KV tile."""
-    cta = cta.at(kv_index)
+    cta = cta.at_kv_tile(kv_index)
 
     @pl.loop(jnp.int32(0), cta.q_tiles.total)
     def _(n):
@@ -80,12 +80,12 @@ def _add_tile(cta: FusedCta, n):
 
 def _target(cta: FusedCta, n):
     """Returns where in device memory the sum of the n-th tile lies."""
-    problem, place, out = cta.problem, cta.place(n), cta.results["dbias"]
+    problem, place, sums = cta.problem, cta.place(n), cta.results["dbias"]
     entry, head = AuxiliaryInputs(problem, q_axis=1).entry(problem.bias_shape, place)
-    if out.shape[1] != problem.bias_shape[1]:  # of the heads of this launch
+    if sums.shape[1] != problem.bias_shape[1]:  # of the heads of this launch
         head = head - cta.gmem.origin[1] * problem.group
     first, skipped = place.row_start, cta.launch.first_block if cta.blocks.kv_launches > 1 else 0
     if skipped:  # of the keys of this launch
         first = first - skipped * cta.blocks.block_kv
     keys, queries = pl.ds(first, place.rows), pl.ds(place.column_start, place.columns)
-    return out.at[entry, head, keys, queries]
+    return sums.at[entry, head, keys, queries]

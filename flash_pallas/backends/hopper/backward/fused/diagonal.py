@@ -4,12 +4,12 @@ The float32 buffer to which CTAs add dQ would otherwise be cleared by a launch o
 16k tokens of 2,048 columns, which takes 32 of 490 us at T=1024, head dim 128 (H200). A causal CTA
 starts with the queries at its keys' positions. It stores their dQ and sets its flag, a bit in a
 word of its pair of a batch entry and a KV head. Then it adds to dQ of later queries, which other
-CTAs have stored: those of later keys, for whose flags it waits once. They start before it, so that
-whoever waits, waits for CTAs that run or are done: of a section the CTAs of the last keys come
-first. GPUs start CTAs in the order of the grid; CUDA does not promise it.
+CTAs have stored: those of later keys, for whose flags it waits once. In a section the CTAs of the
+last keys start first, so a CTA waits only on CTAs that have already started. GPUs start CTAs in the
+order of the grid; CUDA does not promise it.
 
-The loops of the last keys are the shortest. The last section has the longest loops first, lest SMs
-be idle at the end, so its dQ is cleared and all of its CTAs add (`clears_last`).
+The loops of the last keys are the shortest. The last section has the longest loops first, so that
+no SM is idle at the end; its dQ is cleared, and all of its CTAs add (`clears_last`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ...common.far_rows import Part
 from ...common.pipeline import fits
 from .tiles import scratch
 
-# Flags of a pair are bits of a word. To head dim 64, T=4096 gains nothing: 1.000 of the time, 1.03
-# with ALiBi.
+# Flags of a pair are bits of a word. Up to head dim 64, T=4096 gains nothing: 1.000 of the time,
+# and 1.03 with ALiBi.
 MOST_BLOCKS, MOST_BLOCKS_64 = 32, 16
 
 # --- The launch: whether CTAs store dQ, in which order they start ---------------------------------
@@ -77,8 +77,8 @@ def allowed(problem: Problem, num_blocks: int, sections: int) -> bool:
 def clears_last(problem: Problem) -> bool:
     """Returns whether the last section has no CTAs that store dQ.
 
-    At head dim 64 ptxas spills 32 bytes in the loop where it is told apart, 4 % at T=1024; below,
-    it makes no difference. At 96 and 128 it is 1.02 to 1.05 of sections that are all alike.
+    At head dim 64 ptxas spills 32 bytes in the loop that tells it apart, 4 % at T=1024; below, it
+    makes no difference. At 96 and 128 it is 1.02 to 1.05 of sections that are all alike.
     """
     return problem.head_dim > 64
 
@@ -141,7 +141,7 @@ class OwnTiles(NamedTuple):
         place: function that returns (this CTA's KV block, which is its bit, index of its word).
         num_blocks: number of flags of the pair.
         stored: an mbarrier: what this CTA stores lies in device memory.
-        others_stored: an mbarrier: and so does what others store.
+        others_stored: an mbarrier: what other CTAs store lies in device memory.
     """
 
     count: Any
@@ -184,6 +184,6 @@ class OwnTiles(NamedTuple):
             inline.fence_copies()
 
     def are_stored(self):
-        """Says, as the storing warp, that all it has copied so far lies in device memory."""
+        """Signals, as the storing warp, that all it has copied so far lies in device memory."""
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.stored)

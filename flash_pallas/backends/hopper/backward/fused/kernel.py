@@ -15,7 +15,7 @@ that of `Lockstep` or `PingPong`, below it.
 
 dK and dV stay in registers for all Q tiles. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add, or
-stores it where nobody has added before (diagonal.py). The order of those adds differs from run to
+stores it where no CTA has added before (diagonal.py). The order of those adds differs from run to
 run, and with it the last bits of dQ; backward/split has the deterministic pair. The gradient of a
 bias may be added up here too: dbias.py.
 
@@ -59,7 +59,7 @@ from ..operands import BackwardArrays, QTileList, QTileRange
 from . import diagonal
 from .dbias import gradient_of_bias, sum_dbias
 from .diagonal import OwnTiles
-from .launches import FusedCta, Launch, by_heads, launches_of, origins, summed
+from .launches import FusedCta, KvTile, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
     WARPGROUPS,
     FusedBlocks,
@@ -70,7 +70,7 @@ from .tiles import (
 
 # --- A CTA: its KV tiles, and the roles of its warpgroups -----------------------------------------
 
-LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # where rows with large logits are known not to be
+LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # launches that have no rows with large logits
 
 
 def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
@@ -145,16 +145,15 @@ def persistent_cta(
     kv_tiles, zero = launch.persistent_tiles(gmem), jnp.int32(0)
     first = zero, zero, zero, 0
     if launch.part is Part.FAR:
-        size = launch.blocks.block_kv, launch.blocks.block_q
-        batch, *_ = kv_tiles[1](zero)
-        q_tiles = QTileRange.whole(launch.problem, gmem, batch, *size)
+        (batch, *_), blocks = kv_tiles[1](zero), launch.blocks
+        q_tiles = QTileRange.whole(launch.problem, gmem, batch, blocks.block_kv, blocks.block_q)
     else:
         q_tiles = launch.q_tiles(gmem, first, zero)
     cta = cta_at(launch, (results, gmem, smem), first, q_tiles)
     return dataclasses.replace(cta, kv_tiles=kv_tiles)
 
 
-def cta_at(launch: Launch, refs, tile, q_tiles: QTileRange | QTileList) -> FusedCta:
+def cta_at(launch: Launch, refs, tile: KvTile, q_tiles: QTileRange | QTileList) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
     blocks, (results, gmem, smem) = launch.blocks, refs
     return FusedCta(
@@ -202,12 +201,12 @@ def consume(cta: FusedCta):
 
         @pl.loop(jnp.int32(0), cta.kv_tiles[0])
         def _(n):
-            pl.run_scoped(functools.partial(consume_kv_tile, cta.at(n)), *sums)
+            pl.run_scoped(functools.partial(consume_kv_tile, cta.at_kv_tile(n)), *sums)
 
     if cta.blocks.split_q == 1:
         plgpu.wait_smem_to_gmem(0)
     if cta.blocks.sums_bias:
-        cta.sums.drain(cta.total)  # nobody reads dS of this CTA any more
+        cta.sums.drain(cta.total)  # afterwards no CTA reads dS of this one
 
 
 def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
@@ -218,7 +217,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     problem, schedule, part = cta.problem, mma_schedule(cta.blocks), cta.launch.part
     auxiliary, far = AuxiliaryInputs(problem, q_axis=1), None
     if part not in LOOKS_AT_NONE:  # not 0 if rows of the group are shifted; None: none can be
-        # Its way from device memory is as long as that of K and V.
+        # Loaded before the wait for K and V, which takes as long as this load.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
     if cta.blocks.holds_v:
@@ -244,7 +243,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     dk, dv = dk_acc[...], dv_acc[...]
     dk, dv = dk * problem.spec.scale, softmax_of(problem, cta.blocks).finished(problem, dv)
     if cta.kv_tiles is not None:
-        cta = cta.anew().at(lax.optimization_barrier(cta.kv_index))
+        cta = cta.anew().at_kv_tile(lax.optimization_barrier(cta.kv_index))
     if cta.blocks.split_q == 1:
         epilogue(cta, dk, dv)
     else:
@@ -286,7 +285,7 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
     to_weights = functools.partial(early_weights, cta, rows, (n, block), tile)
     # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
     accumulator = plgpu.ACC((WARPGROUP_ROWS, blocks.block_q), jnp.float32)
-    # With the shift of every column there is no room for dP^T next to it.
+    # The shift of every column leaves no registers for dP^T next to S^T.
     late_dp = blocks.late_dp or far is not None
 
     def scores(s_acc):
@@ -306,20 +305,20 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
         return late_weights(cta, n, tile, early, dp_acc)
 
     cta.q.wait_full(n)
-    found = pl.run_scoped(scores, accumulator)
+    tiles = pl.run_scoped(scores, accumulator)
     if late_dp:
         if far is not None and narrows(cta, masked):
-            found = narrowed(found, problem.dtype)
+            tiles = narrowed(tiles, problem.dtype)
         cta.do.wait_full(n)
-        found = pl.run_scoped(functools.partial(gradients, None, found), accumulator)
-    p, ds = found
+        tiles = pl.run_scoped(functools.partial(gradients, None, tiles), accumulator)
+    p, ds = tiles
     schedule.gradients(cta, n, p, ds, *sums)  # (3) dV += P^T dO, (4) dK += dS^T Q, (5) dQ = dS K
 
 
-def early_weights(cta: FusedCta, rows: TileInputs, at, tile: RegisterTile, s, masked, far):
-    """Computes what can be made of S^T before dP^T has arrived; `at`: (n, its Q block)."""
+def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, s, masked, far):
+    """Computes what can be made of S^T before dP^T has arrived; `q_tile`: (n, its Q block)."""
     problem, auxiliary, shift = cta.problem, AuxiliaryInputs(cta.problem, q_axis=1), None
-    n, block = at
+    n, block = q_tile
     if far is not None:
         query = block * cta.blocks.block_q
         shift = row_shift(problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
@@ -329,17 +328,17 @@ def early_weights(cta: FusedCta, rows: TileInputs, at, tile: RegisterTile, s, ma
     inputs = inputs._replace(shift=shift)
     limits = tile.limits(problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
     if isinstance(cta.q_tiles, QTileList) and far is None:
-        cta, s, inputs, limits = of_list(cta, n, tile, s, inputs, limits)
+        cta, s, inputs, limits = hide_listed_keys(cta, n, tile, s, inputs, limits)
     return softmax_of(problem, cta.blocks).early(cta, tile, s, lse, inputs, limits)
 
 
-def of_list(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
+def hide_listed_keys(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
     """Hides keys of the n-th tile of a list, if it is partial; returns what hides keys after that.
 
-    One loop has partial and whole tiles, and a branch hides keys. With two loops 128 bytes spill at
-    head dim 128 with a mask_mod, and wgmma is serialised (C7512). Keys are hidden in S = K Q^T
-    itself, which works where nothing but a scale makes logits of it; elsewhere whole tiles are
-    masked as well.
+    Partial and whole tiles share one loop, in which a branch hides keys: with two loops 128 bytes
+    spill at head dim 128 with a mask_mod, and wgmma is serialised (C7512). The branch hides keys in
+    S = K Q^T itself, which is possible only where logits are S times a scale; elsewhere whole tiles
+    are masked as well.
 
     Returns:
         (cta, s, inputs, limits).
@@ -368,14 +367,14 @@ def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
 def narrows(cta: FusedCta, masked: bool) -> bool:
     """Returns whether tiles of the second loop wait for dP^T in 16 bits.
 
-    Values for which the second loop has no registers are loaded again in every step of the first
-    one, which matters. Head dim 64, T=4096: with narrow tiles 1.01 of the time without the second
-    loop, instead of 1.09; but where tiles are masked 1.13, instead of 1.08. At head dim 128 204
-    bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where nothing spills
+    Values that the second loop cannot keep in registers are loaded again in every step of the first
+    one, the loop that matters. Head dim 64, T=4096: with narrow tiles 1.01 of the time without the
+    second loop, instead of 1.09; but where tiles are masked 1.13, instead of 1.08. At head dim 128
+    204 bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where nothing spills
     without narrow tiles.
     """
-    both = cta.launch.part in (Part.ALL, Part.ALL_IF_FAR)
-    return not masked and cta.problem.head_dim < 128 and both
+    two_loops = cta.launch.part in (Part.ALL, Part.ALL_IF_FAR)
+    return not masked and cta.problem.head_dim < 128 and two_loops
 
 
 def narrowed(tiles, dtype):
@@ -409,8 +408,8 @@ def epilogue_of_part(cta: FusedCta, dk, dv):
 
     Straight from registers: four threads write the 32 bytes of a sector.
     """
-    at = cta.own_keys
-    cta.results["dk"][at], cta.results["dv"][at] = dk, dv
+    own_keys = cta.own_keys
+    cta.results["dk"][own_keys], cta.results["dv"][own_keys] = dk, dv
     plgpu.wait_smem_to_gmem(0)  # dQ's adds, where there is no producer
 
 
@@ -458,7 +457,7 @@ class Lockstep(GradientGemms):
         cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
         plgpu.commit_smem()
-        tell_sums(cta, n)
+        signal_sums(cta, n)
         cta.meet()  # both have written dS
         if not cta.computes_dq:
             dk_without_dq(cta, n, ds, dk_acc)
@@ -513,36 +512,36 @@ class PingPong(GradientGemms):
         await_sums(cta, n)
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
-        tell_sums(cta, n)
+        signal_sums(cta, n)
         if not cta.blocks.whole_dq:
             plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
-        # ptxas would convert P when the tensor cores are ours already: 5 % at head dim 64.
+        # Otherwise ptxas converts P within this warpgroup's turn: 5 % at head dim 64.
         inline.settle(p, n, cta.interpret)
         self.await_turn(cta)
         if not cta.computes_dq:
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             dk_without_dq(cta, n, ds, dk_acc)
             return
-        of_dq = handed = self.of_dq(cta, n)
+        dq_n = handed = self.tile_of_dq(cta, n)
         if cta.kv_tiles is not None:  # what lies there in the first turn is of the KV tile before
             handed = lax.select(n == 0, cta.before, handed)
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
-            written = lambda: self.ds_slot(cta, of_dq)
+            written = lambda: self.ds_slot(cta, dq_n)
             if not cta.blocks.whole_dq:  # else warpgroup 0 wrote dS before it passed the turn
-                pl.when(of_dq >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
+                pl.when(dq_n >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[written()]))
             plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), written()))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
             await_dq(cta, handed)
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
 
-        # Stored in the first turn too, though nobody is told: a branch around registers that
+        # Stored in the first turn too, though not handed over then: a branch around registers that
         # wgmmas have written makes ptxas end those in flight (C7517).
         cta.dq_buffer(cta.anew().wg)[...] = dq
         if not cta.blocks.late_handover:
-            self.hand_over(cta, of_dq)
+            self.hand_over(cta, dq_n)
         plgpu.wgmma_wait(0)
         cta.do.release(n)
         release_q(cta, n)
@@ -551,30 +550,30 @@ class PingPong(GradientGemms):
         """Makes warpgroup 1 wait for the first matmuls of the other."""
         pl.when(cta.wg == 1)(lambda: self.await_turn(cta))
 
-    def of_dq(self, cta: FusedCta, n):
+    def tile_of_dq(self, cta: FusedCta, n):
         """Returns the tile whose dQ is computed with dV and dK of the n-th.
 
         It is n for warpgroup 1 and n - 1 for warpgroup 0: -1 in the first turn of a KV tile.
         """
         return n - (WARPGROUPS - 1 - cta.wg)
 
-    def hand_over(self, cta: FusedCta, of_dq):
+    def hand_over(self, cta: FusedCta, dq_n):
         """Hands this warpgroup's part of dQ of that tile, in shared memory, over to be added."""
         if not cta.computes_dq:
             return
         plgpu.commit_smem()
-        pl.when(of_dq >= 0)(lambda: add_dq(cta, of_dq))
+        pl.when(dq_n >= 0)(lambda: add_dq(cta, dq_n))
 
     def scores_issued(self, cta: FusedCta, n):
         """Ends the turn, and then hands over dQ if that is to come late."""
         self.pass_turn(cta)
         if cta.blocks.late_handover:
-            self.hand_over(cta, self.of_dq(cta, n - 1))
+            self.hand_over(cta, self.tile_of_dq(cta, n - 1))
 
     def end(self, cta: FusedCta):
         """Gives warpgroup 1 its last turn; warpgroup 0 then computes its part of the last dQ."""
         if cta.blocks.late_handover:
-            self.hand_over(cta, self.of_dq(cta, cta.q_tiles.total - 1))
+            self.hand_over(cta, self.tile_of_dq(cta, cta.q_tiles.total - 1))
 
         @pl.when(cta.wg == 0)
         def _():
@@ -673,7 +672,7 @@ def await_sums(cta: FusedCta, n):
         cta.sums.wait_empty(n)
 
 
-def tell_sums(cta: FusedCta, n):
+def signal_sums(cta: FusedCta, n):
     """Signals that this warpgroup's part of dS of the n-th tile has been written."""
     if cta.blocks.sums_bias:
         plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
@@ -695,7 +694,7 @@ class Softmax(abc.ABC):
         return 1.0
 
     @abc.abstractmethod
-    def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
+    def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits):
         """Computes the tiles of registers that `late` needs, before dP^T has arrived.
 
         Args:
@@ -721,8 +720,10 @@ class General(Softmax):
 
     def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
         """Returns (P without what dropout drops, pull(P), dropout mask)."""
-        given, share = (s, lse, inputs, limits), cta.blocks.polynomials
-        w = score_tile.weights(cta.problem, tile, *given, polynomials=share, marks=True)
+        share = cta.blocks.polynomials
+        w = score_tile.weights(
+            cta.problem, tile, s, lse, inputs, limits, polynomials=share, marks=True
+        )
         kept = score_tile.dropped(cta.problem, w._replace(marked=False))  # until it has 16 bits
         p, through = lax.optimization_barrier((kept, score_tile.pulled(w)))
         return p, through, w.kept
@@ -762,9 +763,8 @@ class Deferred(Softmax):
 
     def late(self, cta: FusedCta, tile: RegisterTile, early, lse, dp, delta):
         """Computes the exponentials, and dS from them."""
-        spread = tile.per_q(lse), dp, tile.per_q(delta)
-        share = cta.blocks.polynomials
-        return score_tile.of_capped(tile, early, *spread, polynomials=share)
+        lse, delta, share = tile.per_q(lse), tile.per_q(delta), cta.blocks.polynomials
+        return score_tile.of_capped(tile, early, lse, dp, delta, polynomials=share)
 
 
 def softmax_of(problem: Problem, blocks: FusedBlocks) -> Softmax:
@@ -805,7 +805,7 @@ def load(cta: FusedCta):
 
 def load_kv_tile(cta: FusedCta, kv_index):
     """Loads K and V once, then Q, LSE, dO and delta of every Q tile."""
-    cta = cta.at(kv_index)
+    cta = cta.at_kv_tile(kv_index)
     cta.kv.wait_empty(cta.kv_index)
     load_kv(cta)
 
@@ -817,15 +817,15 @@ def load_kv_tile(cta: FusedCta, kv_index):
 
 
 def load_kv(cta: FusedCta):
-    """Loads K and V of this KV tile."""
+    """Loads K and V of this KV tile into their slot; both copies arrive at `kv_full`."""
     slot = cta.kv_slot
     keys = (cta.batch, pl.ds(cta.kv_start, cta.blocks.block_kv), cta.kv_head)
     block = lax.div(cta.kv_start, jnp.int32(cta.blocks.block_kv))
     load_k, load_v = loaders(cta, cta.gmem.kv_padding)
-    at = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
+    source = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
     k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.smem.kv_full.at[slot]
-    load_k(at(cta.gmem.k, keys), k, full, cta.batch, block)
-    load_v(at(cta.gmem.v, keys), v, full, cta.batch, block)
+    load_k(source(cta.gmem.k, keys), k, full, cta.batch, block)
+    load_v(source(cta.gmem.v, keys), v, full, cta.batch, block)
 
 
 def place_of(cta: FusedCta, n):
@@ -845,8 +845,8 @@ def load_q(cta: FusedCta, n, place):
     plgpu.copy_gmem_to_smem(lse, cta.smem.lse.at[slot], full, oob_mode=bounds_of_rows(cta))
     auxiliary = AuxiliaryInputs(cta.problem, q_axis=1)
     if auxiliary.copies:
-        where, shared = cta.place(n), pipeline.multicast(cta.blocks.bias_cluster)
-        auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, where, shared)
+        tile_place, shared = cta.place(n), pipeline.multicast(cta.blocks.bias_cluster)
+        auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, tile_place, shared)
 
 
 def load_do(cta: FusedCta, n, place):
@@ -863,10 +863,10 @@ def load_do(cta: FusedCta, n, place):
 
 
 def bounds_of_rows(cta: FusedCta) -> plgpu.OOBFillMode:
-    """Returns what copies of LSE and delta, which are padded to whole tiles, say of their bounds.
+    """Returns the `oob_mode` of the copies of LSE and delta, which are padded to whole tiles.
 
-    A promise makes them copies without a TMA descriptor. The two descriptors take LLVM 0.1 of 0.57
-    CPU seconds of this kernel. The main launch has them, as the other copy has not been timed.
+    With PROMISE_IN_BOUNDS a copy needs no TMA descriptor. The two descriptors take LLVM 0.1 of the
+    0.57 CPU seconds of this kernel. The main launch has them, as the other copy has not been timed.
     """
     modes = plgpu.OOBFillMode
     return modes.PROMISE_IN_BOUNDS if cta.launch.part is Part.FAR else modes.ZEROS
@@ -886,10 +886,10 @@ def store_dq(cta: FusedCta):
 
 
 def store_dq_of_kv_tile(cta: FusedCta, kv_index):
-    """Adds the dQ tiles of one KV tile, or stores those to which nobody adds earlier."""
-    cta = cta.at(kv_index)
+    """Adds the dQ tiles of one KV tile, or stores those that no CTA has written before."""
+    cta = cta.at_kv_tile(kv_index)
     total, zero = cta.q_tiles.total, jnp.int32(0)
-    if cta.launch.part is Part.FAR:  # nobody else has dQ of this pair
+    if cta.launch.part is Part.FAR:  # no other CTA adds to dQ of this pair
 
         @pl.when(kv_index == 0)
         def _():
@@ -915,14 +915,14 @@ def put_dq_tiles(
     reduction_op: Literal["add"] | None = "add",
     own: OwnTiles | None = None,
 ):
-    """Adds dQ tiles in a range, as they come, or stores them; `own`: those that were before."""
+    """Adds dQ tiles in a range, in order, or stores them; `own`: those stored before the range."""
     parts = cta.blocks.dq_parts
     parts = tuple(reversed(parts)) if cta.blocks.ping_pong else parts
 
     def put(n, wg):
         plgpu.barrier_wait(cta.smem.dq_full.at[wg])
         if own is not None and wg == parts[0]:
-            # Behind the wait for a later tile: then what was stored has long been written.
+            # After the wait for a later tile the stores before it have long been written.
             pl.when((n == own.count) & (n > 0))(own.are_stored)
         cta.put_dq(cta.query_tile(n), wg, reduction_op)
 
@@ -935,8 +935,8 @@ def put_dq_tiles(
         else:
             for wg in parts:
                 put(n, wg)
-            for done, wg in enumerate(parts, start=1):
-                give_back(cta, n, wg, len(parts) - done)
+            for returned, wg in enumerate(parts, start=1):
+                give_back(cta, n, wg, len(parts) - returned)
 
 
 def give_back(cta: FusedCta, n, wg: int, in_flight: int):
@@ -1030,7 +1030,8 @@ def _clear(ctas: int, _, *refs):
 
 # --- One call: its arrays, its launches one after the other, its gradients ------------------------
 
-# XLA computes constants that are progressions, in a launch of 2 us; others lie in device memory.
+# Last element of `origin`. XLA computes a constant that is an arithmetic progression in a launch of
+# 2 us; with this element `origin` is none, and lies in device memory.
 NO_PROGRESSION = -(2**20)
 
 
@@ -1057,32 +1058,33 @@ def backward_fused(
         runs it; dbias has the dtype and shape of the bias, or is None without blocks.bias_cluster.
     """
     tile = (blocks.block_q, blocks.block_kv)
-    given = arrays.for_rows(problem, operands, 1, tile)
+    gmem = arrays.for_rows(problem, operands, 1, tile)
     factor = softmax_of(problem, blocks).factor(problem)
     if factor != 1.0:
-        given = given.scaled(factor)
+        gmem = gmem.scaled(factor)
     if clears:
-        given = given.with_padding(operands, *tile)
+        gmem = gmem.with_padding(operands, *tile)
 
     launches = launches_of(problem, blocks, interpret)
     if launches[0].part is Part.ALL_IF_NEAR:
-        given = given.with_any_far()
+        gmem = gmem.with_any_far()
     portion = functools.partial(run_portion, launches, arrays)
     starts = origins(problem, blocks)
     results, dbias = {}, None
     if blocks.kv_launches > 1 or by_heads(problem, blocks):  # its parts are put in their places
         dbias = lax.empty(problem.bias_shape, problem.bias_dtype)
     if len(starts) == 1:
-        results, dbias = portion(results, dbias, given)
+        results, dbias = portion(results, dbias, gmem)
         dq = scaled_dq(problem, results["dq"])
     else:
         dq = lax.empty((*arrays.q.shape[:3], problem.head_dim), problem.dtype)
         portion = jax.jit(portion)  # all but the first are traced once
         for start in starts:
-            # Begins when the gradients of the portion before it are there: sums of one at a time.
+            # A portion starts once the gradients of the one before exist, so that the sums of one
+            # portion exist at a time.
             results, dq, dbias = lax.optimization_barrier((results, dq, dbias))
             origin = jnp.array((*start, NO_PROGRESSION), jnp.int32)
-            results, dbias = portion(results, dbias, given._replace(origin=origin))
+            results, dbias = portion(results, dbias, gmem._replace(origin=origin))
             place = start[0], 0, start[1] * problem.group, 0
             dq = lax.dynamic_update_slice(dq, scaled_dq(problem, results.pop("dq")), place)
     if dbias is None and "dbias" in results:
@@ -1093,19 +1095,21 @@ def backward_fused(
     return dq, dk, dv, dbias
 
 
-def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbias, given):
+def run_portion(
+    launches: tuple[Launch, ...], arrays: BackwardArrays, results, dbias, gmem: BackwardArrays
+):
     """Runs the launches of one portion; returns (results, dbias) with what they add.
 
     Args:
         launches: in their order.
-        like: arrays whose q, k and v have the shapes of gradients.
+        arrays: operands, whose q, k and v have the shapes of gradients.
         results: by name, those that are there already; see `Launch.result_shapes`.
-        dbias: gradient of the bias, in which parts are put; None if it is summed at one time.
-        given: what the kernel reads.
+        dbias: gradient of the bias, into which parts are written; None if one launch sums it all.
+        gmem: what the kernel reads.
     """
     blocks = launches[0].blocks
     for launch in launches:
-        shapes = launch.result_shapes(like)
+        shapes = launch.result_shapes(arrays)
         kept = {name: results[name] for name in shapes if name in results}
         if launch.stores_dq:
             kept |= diagonal.cleared(launch, shapes)
@@ -1113,28 +1117,28 @@ def run_portion(launches: tuple[Launch, ...], like: BackwardArrays, results, dbi
             sizes = [shapes[name].shape for name in cleared]
             kept |= zip(cleared, zeros(sizes, launch.interpret, results.get("dk")), strict=True)
         made = {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
-        run = functools.partial(run_launch, launch, like, given, tuple(made))
+        run = functools.partial(run_launch, launch, arrays, gmem, tuple(made))
         kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
         results = kept | made
-        if blocks.kv_launches > 1 and launch.part is not Part.ALL_IF_NEAR:  # the other follows
-            results, dbias = put_dbias(launch, results, dbias, given)
+        if blocks.kv_launches > 1 and launch.part is not Part.ALL_IF_NEAR:  # ALL_IF_FAR follows
+            results, dbias = put_dbias(launch, results, dbias, gmem)
     if "dbias" in results and dbias is not None:
-        results, dbias = put_dbias(launches[0], results, dbias, given)
+        results, dbias = put_dbias(launches[0], results, dbias, gmem)
     return results, dbias
 
 
-def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, names, refs):
+def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, names, refs):
     """Runs one launch.
 
     Args:
         launch: which.
-        like: arrays whose q, k and v have the shapes of gradients.
-        given: what the kernel reads.
+        arrays: operands, whose q, k and v have the shapes of gradients.
+        gmem: what the kernel reads.
         names: names of what it makes.
         refs: (results that it adds to, results that it makes), by name.
     """
     kept, made = refs
-    smem = scratch(launch.problem, launch.blocks, like, launch.interpret)
+    smem = scratch(launch.problem, launch.blocks, arrays, launch.interpret)
     run = launch_kernel(
         functools.partial(kernel, launch, names, kept),
         out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
@@ -1145,18 +1149,18 @@ def run_launch(launch: Launch, like: BackwardArrays, given: BackwardArrays, name
         name="flash_pallas_backward_fused" + "_far" * (launch.part in (Part.FAR, Part.ALL_IF_FAR)),
         interpret=launch.interpret,
     )
-    for name, x in zip(names, run(given), strict=True):
+    for name, x in zip(names, run(gmem), strict=True):
         made[name][...] = x
 
 
-def put_dbias(launch: Launch, results, dbias, given: BackwardArrays):
+def put_dbias(launch: Launch, results, dbias, gmem: BackwardArrays):
     """Puts the gradient of some heads and keys of the bias in its place, and drops its sums."""
     problem, first_key = launch.problem, launch.first_block * launch.blocks.block_kv
     part = gradient_of_bias(problem, results["dbias"], first_key)
-    head = 0 if given.origin is None else given.origin[1] * problem.group
+    head = 0 if gmem.origin is None else gmem.origin[1] * problem.group
     dbias = lax.dynamic_update_slice(dbias, part, (0, head, 0, first_key))
-    others = {name: x for name, x in results.items() if name != "dbias"}
-    return lax.optimization_barrier((others, dbias))
+    other_results = {name: x for name, x in results.items() if name != "dbias"}
+    return lax.optimization_barrier((other_results, dbias))
 
 
 def scaled_dq(problem: Problem, sums):

@@ -40,16 +40,16 @@ from .tiles import (
 # launch that ends leaves SMs idle for as long as a CTA takes, and more. Portions of the keys,
 # within one of the pairs, share its sums of dQ and have their own of a bias's gradient.
 #
-# Some pairs of a batch entry and a head are worked on at one time, a section of them. CTAs that run
-# together then add to different tiles of dQ (KV tiles fastest: 0.94x if causal), the longest
-# causal loops start first, and no more is in use than L2 keeps. Where lists say how long loops are,
-# CTAs follow their order instead.
+# The pairs of a batch entry and a head are divided into sections, and CTAs work on one section at a
+# time. So CTAs that run together add to different tiles of dQ (KV tiles fastest: 0.94x if causal),
+# the longest causal loops start first, and what CTAs read stays in L2. With lists, which say how
+# long loops are, CTAs follow the order of the lists instead.
 #
 # A CTA with one KV tile waits for K and V before its first Q tile, and after its last one for
 # copies and neighbours: 16 % of its time at head dim 16, T=1024, in clusters of four. A CTA of a
 # persistent grid (`FusedBlocks.persistent_clusters`) takes several: there are no more CTAs than run
 # at one time, and of n clusters the i-th takes entries i, i + n, i + 2 n, ... of this order. In a
-# launch for what another has left, a CTA takes all KV tiles of its pair, or none.
+# launch of Part.FAR, a CTA takes all KV tiles of its pair, or none.
 
 # (batch entry, KV head, first key, shift): the shift is that of QTileRange
 KvTile = tuple[Any, Any, Any, Any]
@@ -168,13 +168,13 @@ class Launch:
 
     def ordered_tile(self, gmem: BackwardArrays, n) -> KvTile:
         """Returns this CTA's KV tile in the n-th entry of this order."""
-        size, whole = self.blocks.bias_cluster, self.pairs // self.blocks.bias_cluster
+        size, pair_clusters = self.blocks.bias_cluster, self.pairs // self.blocks.bias_cluster
         at_once, num_blocks = jnp.int32(self.at_once // size), jnp.int32(self.num_blocks)
         start = lax.div(n, at_once * num_blocks) * at_once  # of its section, in clusters
         within = n - start * num_blocks
-        wide = lax.min(at_once, jnp.int32(whole) - start)
-        pair = (start + lax.rem(within, wide)) * size + pipeline.cluster_rank(size)
-        block = lax.div(within, wide) + self.first_block
+        section_size = lax.min(at_once, jnp.int32(pair_clusters) - start)
+        pair = (start + lax.rem(within, section_size)) * size + pipeline.cluster_rank(size)
+        block = lax.div(within, section_size) + self.first_block
         return self.kv_tile(gmem, pair, block)
 
     def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
@@ -205,12 +205,12 @@ class Launch:
         batch, kv_head, _, shift = tile
         size = self.blocks.block_kv, self.blocks.block_q
         if self.problem.is_listed:
-            at = batch, kv_head, block
-            return QTileList.of(self.problem, gmem, at, *size, mask_all=self.blocks.mask_all)
-        loops = {"mask_all": self.blocks.mask_all, "shift": shift}
-        return QTileRange.of(self.problem, gmem, (batch, block), *size, **loops)
+            own_tile = batch, kv_head, block
+            return QTileList.of(self.problem, gmem, own_tile, *size, mask_all=self.blocks.mask_all)
+        own_tile, mask_all = (batch, block), self.blocks.mask_all
+        return QTileRange.of(self.problem, gmem, own_tile, *size, mask_all=mask_all, shift=shift)
 
-    def result_shapes(self, like: BackwardArrays) -> dict[str, Any]:
+    def result_shapes(self, arrays: BackwardArrays) -> dict[str, Any]:
         """Returns the shapes of what launches write, by name.
 
             dq      f32[entries, T8, N, D] of the batch entries and heads of this launch: sums
@@ -218,28 +218,28 @@ class Launch:
             dbias   f32[Bb, Nb, S, T], up to whole tiles: sums; only with bias_cluster
             stored  i32[pairs]: flags of diagonal.py; only with stores_dq
 
-        `like`: arrays whose q, k and v have the shapes of gradients.
+        `arrays`: operands, whose q, k and v have the shapes of gradients.
         """
         problem, blocks = self.problem, self.blocks
         # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
         # (1.00x).
-        sums = (self.entries, like.q.shape[1], self.heads * problem.group, problem.head_dim)
-        of_k, of_v = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (like.k, like.v))
+        sums = (self.entries, arrays.q.shape[1], self.heads * problem.group, problem.head_dim)
+        dk, dv = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (arrays.k, arrays.v))
         if blocks.split_q > 1:  # whole tiles, as what writes them knows no ends
             rows = self.num_blocks * blocks.block_kv
             keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
-            of_k = of_v = float32((blocks.split_q, *keys))
-        found = {"dq": float32(sums), "dk": of_k, "dv": of_v}
+            dk = dv = float32((blocks.split_q, *keys))
+        shapes = {"dq": float32(sums), "dk": dk, "dv": dv}
         if self.stores_dq:
-            found["stored"] = diagonal.flags(self.pairs)
+            shapes["stored"] = diagonal.flags(self.pairs)
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             if by_heads(problem, blocks):
                 heads = sums[2]
             keys = -(-problem.kv_len // blocks.block_kv) // blocks.kv_launches * blocks.block_kv
             queries = ints.round_up(problem.q_len, blocks.block_q)
-            found["dbias"] = float32((entries, heads, keys, queries))
-        return found
+            shapes["dbias"] = float32((entries, heads, keys, queries))
+        return shapes
 
 
 def launches_of(
@@ -248,18 +248,20 @@ def launches_of(
     """Returns the launches of a portion of the pairs, in order; all portions have the same."""
     pairs = problem.batch * problem.kv_heads // blocks.num_launches
     entries = min(pairs, problem.batch)
-    whole = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
+    all_pairs = Launch(problem, blocks, interpret, entries, pairs // entries, 0, 0)
     num_blocks = -(-problem.kv_len // blocks.block_kv)
-    each = num_blocks // blocks.kv_launches
+    launch_blocks = num_blocks // blocks.kv_launches
     all_tiles = problem.batch * problem.kv_heads * num_blocks
     if blocks.sums_bias and leaves_calls(problem, all_tiles):
         chosen = [(Part.ALL_IF_NEAR, blocks), (Part.ALL_IF_FAR, blocks)]
     else:
-        near, *far = parts(pairs * each, may_leave(blocks) and leaves_in_backward(problem))
+        near, *far = parts(pairs * launch_blocks, may_leave(blocks) and leaves_in_backward(problem))
         chosen = [(near, blocks), *((part, for_far_rows(pairs, blocks)) for part in far)]
     return tuple(
-        dataclasses.replace(whole, blocks=tiles, first_block=first, num_blocks=each, part=part)
-        for first in range(0, num_blocks, each)
+        dataclasses.replace(
+            all_pairs, blocks=tiles, first_block=first, num_blocks=launch_blocks, part=part
+        )
+        for first in range(0, num_blocks, launch_blocks)
         for part, tiles in chosen
     )
 
@@ -316,10 +318,10 @@ def by_heads(problem: Problem, blocks: FusedBlocks) -> bool:
     """
     if blocks.num_launches == 1 or not blocks.sums_bias:
         return False
-    whole = problem.batch * problem.kv_heads // blocks.num_launches >= problem.batch
+    whole_heads = problem.batch * problem.kv_heads // blocks.num_launches >= problem.batch
     entries, heads = problem.bias_shape[:2]
     large = 3 * entries * problem.kv_len > problem.batch * problem.head_dim
-    return whole and heads > 1 and (large or blocks.kv_launches > 1)
+    return whole_heads and heads > 1 and (large or blocks.kv_launches > 1)
 
 
 def may_be_persistent(problem: Problem, blocks: FusedBlocks) -> bool:
@@ -348,21 +350,21 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     return blocks
 
 
-# What of a call that sums the gradient of a bias is launched by itself: portions of the heads, and
-# of the keys within each, so many that sums of the bias take at most a share of Q's bytes. From so
-# many keys on, where each of four launches has so many rounds of CTAs. H200, B = 128, 4 heads:
-# gradients in one program keep 1.94 to 2.00 times what the forward does; with one launch 2.29 to
-# 2.58. Speed relative to one launch, T=1024, 2048 and 4096: 1.02, 0.99 and 1.00 at head dim 64,
-# 0.97, 0.93 and 0.94 at 32; at 16 1.06, 0.98 (4096: not timed), and 0.89 at T=512. Two launches of
-# as many rounds 0.96, 0.93 and 1.01 (B = 16, 16 heads, T=1024): not taken.
+# With a bias gradient, heads and keys are split into several launches so that the float32 workspace
+# takes at most 1 / SHARE_OF_Q of the bytes of Q. Used from LEAST_KEYS keys, where each of
+# MOST_PORTIONS launches has LEAST_ROUNDS rounds of CTAs. H200, B = 128, 4 heads: gradients in one
+# program keep 1.94 to 2.00 times what the forward does; with one launch 2.29 to 2.58. Speed
+# relative to one launch, T=1024, 2048 and 4096: 1.02, 0.99 and 1.00 at head dim 64, 0.97, 0.93 and
+# 0.94 at 32; at 16 1.06, 0.98 (4096: not timed), and 0.89 at T=512. Two launches of as many rounds
+# 0.96, 0.93 and 1.01 (B = 16, 16 heads, T=1024): not taken.
 MOST_PORTIONS, LEAST_KEYS, LEAST_ROUNDS = 4, 1024, 7
 SHARE_OF_Q = 4
 
-# Up to so many keys by head dim, pairs of CTAs that sum the gradient of a bias have a persistent
-# grid, with so many slots for K and V, where each takes so many KV tiles. H200, B = 128, 4 heads,
-# against one KV tile a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06, 1.06 and 1.06 (with
-# a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one slot 0.96 at 1024); 32
-# 0.97 to 0.99 (1024), 0.93 and 0.90.
+# By head dim: the most keys with which pairs of CTAs that sum the gradient of a bias have a
+# persistent grid, and its slots for K and V. LEAST_TILES: KV tiles that each CTA must have. H200, B
+# = 128, 4 heads, against one KV tile a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06,
+# 1.06 and 1.06 (with a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one
+# slot 0.96 at 1024); 32 0.97 to 0.99 (1024), 0.93 and 0.90.
 PERSISTENT = {16: (4096, 1), 64: (2048, 2)}
 LEAST_TILES = 7
 
@@ -377,8 +379,8 @@ def choose_launches(problem: Problem, blocks: FusedBlocks, num_sms: int) -> Fuse
     """
     ctas = problem.batch * problem.kv_heads * -(-problem.kv_len // blocks.block_kv)
     if blocks.sums_bias:
-        several = _portions(problem, blocks, ctas // (LEAST_ROUNDS * num_sms))
-        return _persistent(problem, several, ctas, num_sms)
+        portions = _portions(problem, blocks, ctas // (LEAST_ROUNDS * num_sms))
+        return _persistent(problem, portions, ctas, num_sms)
     return blocks
 
 
@@ -387,9 +389,9 @@ def _portions(problem: Problem, blocks: FusedBlocks, most: int) -> FusedBlocks:
     if problem.kv_len < LEAST_KEYS or most < MOST_PORTIONS:
         return blocks
     for heads in range(MOST_PORTIONS, 1, -1):
-        several = dataclasses.replace(blocks, num_launches=heads)
-        if problem.kv_heads % heads == 0 and may_launch(problem, several):
-            return _portions_of_keys(problem, several, most // heads)
+        portions = dataclasses.replace(blocks, num_launches=heads)
+        if problem.kv_heads % heads == 0 and may_launch(problem, portions):
+            return _portions_of_keys(problem, portions, most // heads)
     return blocks
 
 
@@ -398,16 +400,16 @@ def _portions_of_keys(problem: Problem, blocks: FusedBlocks, most: int) -> Fused
 
     If none do, there are as many as there may be.
     """
-    of_q = problem.batch * problem.q_heads * problem.head_dim  # elements for each query
+    q_elements = problem.batch * problem.q_heads * problem.head_dim  # elements for each query
     sums = (
         problem.bias_shape[0] * problem.q_heads // blocks.num_launches * problem.kv_len
     )  # twice as wide
     best = blocks
     for portions in range(1, most + 1):
-        several = dataclasses.replace(blocks, kv_launches=portions)
-        if may_launch(problem, several):
-            best = several
-            if 2 * SHARE_OF_Q * sums <= portions * of_q:
+        candidate = dataclasses.replace(blocks, kv_launches=portions)
+        if may_launch(problem, candidate):
+            best = candidate
+            if 2 * SHARE_OF_Q * sums <= portions * q_elements:
                 break
     return best
 
@@ -418,12 +420,12 @@ def _persistent(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) 
         return blocks
     # SMs come in pairs. Of clusters of four, 30 fit on 132.
     clusters = num_sms // blocks.bias_cluster
-    each = ctas // (blocks.bias_cluster * blocks.num_launches * blocks.kv_launches)
-    if clusters == 1 or each < LEAST_TILES * clusters:
+    kv_tiles = ctas // (blocks.bias_cluster * blocks.num_launches * blocks.kv_launches)
+    if clusters == 1 or kv_tiles < LEAST_TILES * clusters:
         return blocks
-    several = dataclasses.replace(blocks, persistent_clusters=clusters, kv_stages=slots)
-    room = fits(scratch(problem, several))
-    return several if room and may_be_persistent(problem, several) else blocks
+    persistent = dataclasses.replace(blocks, persistent_clusters=clusters, kv_stages=slots)
+    room = fits(scratch(problem, persistent))
+    return persistent if room and may_be_persistent(problem, persistent) else blocks
 
 
 MOST_SPLITS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
@@ -461,10 +463,10 @@ def choose_split_q(problem: Problem, blocks: FusedBlocks, num_sms: int) -> int:
     return max(1, min(MOST_SPLITS, parts))
 
 
-def summed(parts, like):
-    """Returns the sum of the parts of a gradient in their order, in dtype and shape of `like`."""
-    keys, columns = like.shape[1], like.shape[3]
-    return functools.reduce(jnp.add, parts)[:, :keys, :, :columns].astype(like.dtype)
+def summed(parts, operand):
+    """Sums the parts of a gradient in their order; returns it in dtype and shape of `operand`."""
+    keys, columns = operand.shape[1], operand.shape[3]
+    return functools.reduce(jnp.add, parts)[:, :keys, :, :columns].astype(operand.dtype)
 
 
 # --- What a CTA knows: its refs, its KV tiles and their range of Q tiles --------------------------
@@ -507,7 +509,7 @@ class FusedCta:
 
     @property
     def problem(self) -> Problem:
-        """Problem that is computed."""
+        """Problem with the head dims that the kernel runs."""
         return self.launch.problem
 
     @property
@@ -538,22 +540,22 @@ class FusedCta:
     # --- several KV tiles, one after the other ---------------------------------------------------
 
     def visit(self, body: Callable[[FusedCta, Any], None]):
-        """Calls body(self, n) for every KV tile of this CTA; `at` returns the record there."""
+        """Calls body(self, n) for every KV tile of this CTA; see `at_kv_tile`."""
         if self.kv_tiles is None:
             body(self, 0)
         else:
             pl.loop(jnp.int32(0), self.kv_tiles[0])(functools.partial(body, self))
 
-    def at(self, n) -> FusedCta:
+    def at_kv_tile(self, n) -> FusedCta:
         """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
         if self.kv_tiles is None:
             return self
         tile = self.kv_tiles[1](n)
         q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
-        here = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
-        before = here.before
+        cta = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
+        before = cta.before
         return dataclasses.replace(
-            here, q=self.q._replace(before=before), do=self.do._replace(before=before)
+            cta, q=self.q._replace(before=before), do=self.do._replace(before=before)
         )
 
     @property
@@ -608,8 +610,8 @@ class FusedCta:
         """
         opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
         tile, q_tiles = tuple(map(opaque, self.tile)), self.q_tiles.apart(opaque)
-        here, kv_index = self.anew(), opaque(self.kv_index)
-        return dataclasses.replace(here, tile=tile, kv_index=kv_index, q_tiles=q_tiles)
+        cta, kv_index = self.anew(), opaque(self.kv_index)
+        return dataclasses.replace(cta, tile=tile, kv_index=kv_index, q_tiles=q_tiles)
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -642,14 +644,22 @@ class FusedCta:
         count, flags = diagonal.num_stored(launch, total), self.results["stored"]
 
         def place():
-            # What these warps share with others the compiler computes before they part, and the
-            # others hold it over their loops: at head dim 64 32 bytes spill. So it knows nothing.
+            # The compiler would compute what these warps share with others before the branch, and
+            # the others would hold it over their loops: 32 bytes spill at head dim 64. So these
+            # numbers are hidden from it.
             unknown = functools.partial(inline.unknown, interpret=self.interpret)
             block = lax.div(unknown(self.kv_start), jnp.int32(self.blocks.block_kv))
             return block, launch.pair_of(unknown(self.batch), unknown(self.kv_head))
 
-        bars = {"stored": smem.stored, "others_stored": smem.others_stored}
-        return OwnTiles(count, total, flags, place, launch.num_blocks, **bars)
+        return OwnTiles(
+            count=count,
+            total=total,
+            flags=flags,
+            place=place,
+            num_blocks=launch.num_blocks,
+            stored=smem.stored,
+            others_stored=smem.others_stored,
+        )
 
     def put_dq(self, tile, wg, reduction_op: Literal["add"] | None = "add"):
         """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory.
@@ -657,14 +667,14 @@ class FusedCta:
         `reduction_op`: None to store it.
         """
         (head, rows), batch = tile, self.batch
-        if (first := self.gmem.origin) is not None:
-            batch, head = batch - first[0], head - first[1] * self.problem.group
+        if (origin := self.gmem.origin) is not None:
+            batch, head = batch - origin[0], head - origin[1] * self.problem.group
         if self.blocks.dq_by_rows:
             size = self.dq_shape[0]
-            at = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
+            index = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
         else:
-            at = batch, rows, head, self.dq_columns(wg)
-        target = self.results["dq"].at[at]
+            index = batch, rows, head, self.dq_columns(wg)
+        target = self.results["dq"].at[index]
         plgpu.copy_smem_to_gmem(self.dq_buffer(wg), target, reduction_op=reduction_op)
 
     @property
@@ -687,6 +697,6 @@ class FusedCta:
         return self.smem.dq.at[0 if self.blocks.whole_dq else wg]
 
     def meet(self):
-        """Waits for the other warpgroup."""
+        """Waits until both compute warpgroups have come here."""
         plgpu.barrier_arrive(self.smem.met)
         plgpu.barrier_wait(self.smem.met)

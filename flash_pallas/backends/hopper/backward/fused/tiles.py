@@ -156,10 +156,10 @@ def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
 CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
 FUSED_HEAD_DIMS = (16, 32, 64, 96, 128)  # that this kernel runs, of Q, K and V alike
 
-# bf16, H200, against lockstep: ping-pong is 1.11 times as fast at
-# 128 (causal 1.05, T=16k 1.14 and 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a
-# tile has twice the exponentials, a quarter of them as polynomials was 1.05 of that (causal 1.11);
-# timed again after the other changes it is 0.96 (causal 0.95).
+# bf16, H200, against lockstep: ping-pong is 1.11 times as fast at 128 (causal 1.05, T=16k 1.14 and
+# 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a tile has twice the exponentials, a
+# quarter of them as polynomials was 1.05 of that (causal 1.11); timed again after the other changes
+# it is 0.96 (causal 0.95).
 #
 # Where some tile is masked, all are, in one loop: with a second loop for the tiles that need no
 # mask, ptxas runs out of registers at 64, and at 128 it is 1.02 (T=4096) and 0.96 (16k) of this.
@@ -203,9 +203,9 @@ BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # to 32 bytes. One loop masks every tile at 64, where two of a causal mask spill 284, and with a
 # static window, where they spill 28 and were not timed.
 PACKED = BY_ARRAYS | {d: _PING_PONG[d] for d in (96, 128)}
-# Lists: partial and whole tiles in one loop, see `of_list` in kernel.py. Handing over late is 1.02
-# to 1.03 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a third stage
-# of Q 0.95 to 1.00.
+# Lists: partial and whole tiles in one loop, see `hide_listed_keys` in kernel.py. Handing over late
+# is 1.02 to 1.03 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a
+# third stage of Q 0.95 to 1.00.
 LISTED = BY_ARRAYS | {
     d: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, late_handover=True) for d in (96, 128)
 }
@@ -225,9 +225,9 @@ MODIFIED = {
 # At 16 pairs that are staggered, and so do not add to the same tiles at one time, are 1.10 of four;
 # staggered pairs 1.09 (T = 1024), 1.07 and 1.01 of others, at 32 1.02, 1.04 and 1.00, at 64 1.02,
 # 1.02 and 0.97, with a persistent grid 0.96.
-# Ping-pong that hands over late is 1.03 of lockstep at 64; at 32 it is 0.96,
-# with spills. Without the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials:
-# 0.98, 0.97 and 0.96 at 64 (T = 1024, 2048 and 4096).
+# Ping-pong that hands over late is 1.03 of lockstep at 64; at 32 it is 0.96, with spills. Without
+# the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials: 0.98, 0.97 and 0.96
+# at 64 (T = 1024, 2048 and 4096).
 BIASED = {
     16: FusedBlocks(block_q=128, mask_all=True, stagger=True, bias_cluster=2),
     32: FusedBlocks(block_q=128, mask_all=True, stagger=True, bias_cluster=2),
@@ -264,7 +264,7 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 def for_far_rows(pairs: int, near: FusedBlocks) -> FusedBlocks:
     """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a KV head.
 
-    Both parts read the same log-sum-exp, which signs scale.
+    With `signs`, the LSE is rescaled, so both launches must use it.
     """
     return FusedBlocks(
         block_q=64, mask_all=True, signs=near.signs, persistent_clusters=max(2, pairs)
@@ -279,20 +279,20 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
         first = without_sums(first)
     if spec.score_mod and problem.head_dim > 64:  # at 128 1.5x; at 64 0.92x, with softcap 0.95x
         first = dataclasses.replace(first, late_dp=True)
-    alone = without_sums(_together(first))
-    fewer = dataclasses.replace(alone, stages=2, do_stages=1, ds_stages=1)
+    lockstep = without_sums(_in_lockstep(first))
+    fewer = dataclasses.replace(lockstep, stages=2, do_stages=1, ds_stages=1)
     candidates = (first, dataclasses.replace(first, block_q=64), fewer, SMALLEST)
-    listed = lambda b: problem.takes_tiles(b.block_q, b.block_kv)
-    runs = lambda b: b.runs(problem.head_dim) and listed(b) and fits(scratch(problem, b))
+    takes_tiles = lambda b: problem.takes_tiles(b.block_q, b.block_kv)
+    runs = lambda b: b.runs(problem.head_dim) and takes_tiles(b) and fits(scratch(problem, b))
     return next(filter(runs, candidates), None)
 
 
 def without_sums(blocks: FusedBlocks) -> FusedBlocks:
-    """Returns `blocks` for a call in which nobody asks for the gradient of its bias."""
+    """Returns `blocks` for a call that does not ask for the gradient of its bias."""
     if not blocks.sums_bias:
         return blocks
-    alone = {"num_launches": 1, "kv_launches": 1, "persistent_clusters": 1, "kv_stages": 1}
-    return dataclasses.replace(blocks, bias_cluster=1, stagger=False, **alone)
+    one_launch = {"num_launches": 1, "kv_launches": 1, "persistent_clusters": 1, "kv_stages": 1}
+    return dataclasses.replace(blocks, bias_cluster=1, stagger=False, **one_launch)
 
 
 def without_producer(blocks: FusedBlocks, problem: Problem) -> FusedBlocks:
@@ -306,13 +306,13 @@ def without_producer(blocks: FusedBlocks, problem: Problem) -> FusedBlocks:
     # Two loops of documents were not timed, and ptxas ends a wgmma in one of them (C7517).
     one_loop = blocks.mask_all or problem.hides_by_arrays
     # With whole tiles of dQ and V in registers 24 to 96 bytes would spill at head dim 96.
-    alone = dataclasses.replace(
+    inline_loads = dataclasses.replace(
         without_sums(blocks), mask_all=one_loop, whole_dq=False, holds_v=False, producer=False
     )
     modified = problem.spec.modifiers or problem.bias_shape is not None
-    if modified or problem.head_dim == 64 or not (alone.ping_pong and one_loop):
-        return alone
-    late = dataclasses.replace(alone, late_handover=True)
+    if modified or problem.head_dim == 64 or not (inline_loads.ping_pong and one_loop):
+        return inline_loads
+    late = dataclasses.replace(inline_loads, late_handover=True)
     more = dataclasses.replace(late, stages=3, do_stages=3)
     return more if problem.head_dim == 128 and fits(scratch(problem, more)) else late
 
@@ -320,23 +320,23 @@ def without_producer(blocks: FusedBlocks, problem: Problem) -> FusedBlocks:
 def _table(problem: Problem) -> dict[int, FusedBlocks]:
     spec, features, head_dim = problem.spec, problem.features, problem.head_dim
     auxiliary = AuxiliaryInputs(problem, q_axis=1)
-    tiles = "tile" in (auxiliary.kind(problem.bias_shape), auxiliary.kind(problem.mask_shape))
+    has_tile = "tile" in (auxiliary.kind(problem.bias_shape), auxiliary.kind(problem.mask_shape))
     drops, mods = spec.dropout_rate > 0, spec.score_mod is not None
-    if tiles and _only_a_bias(problem) and head_dim in BIASED:
+    if has_tile and _only_a_bias(problem) and head_dim in BIASED:
         return BIASED
-    with_others = spec.modifiers - {"dropout_rate"}
+    other_modifiers = spec.modifiers - {"dropout_rate"}
     if problem.is_listed:  # only partial tiles
-        with_others -= {"mask_mod"}
-    alone = not (with_others and drops) and not problem.hides_by_arrays
+        other_modifiers -= {"mask_mod"}
+    alone = not (other_modifiers and drops) and not problem.hides_by_arrays
     if drops and head_dim == 64 and not alone:
         return LOCKSTEP
-    if tiles or "bias" in features or (mods and head_dim > 64):
+    if has_tile or "bias" in features or (mods and head_dim > 64):
         return LOCKSTEP
     if drops and alone:
         return DROPPING
-    if with_others == {"softcap"} and alone:
+    if other_modifiers == {"softcap"} and alone:
         return CAPPED
-    if drops or with_others:
+    if drops or other_modifiers:
         return MODIFIED
     if problem.is_listed:
         return LISTED
@@ -351,8 +351,8 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
 def may_sum_bias(problem: Problem, cluster: int) -> bool:
     """Returns whether clusters of this many CTAs can sum the bias's gradient; True for 1 CTA.
 
-    All CTAs of a cluster take the same steps with the same tiles of a bias in 16 bits, and dS is
-    the gradient of what the bias was added to.
+    All CTAs of a cluster take the same steps with the same tiles of a bias in 16 bits. No modifier
+    follows the bias, so dS is its gradient.
     """
     if cluster == 1:
         return True
@@ -372,10 +372,10 @@ def _only_a_bias(problem: Problem) -> bool:
     return small and problem.features - {"sinks"} == {"bias"}
 
 
-def _together(blocks: FusedBlocks) -> FusedBlocks:
+def _in_lockstep(blocks: FusedBlocks) -> FusedBlocks:
     """Returns `blocks` with warpgroups that meet in every step, and without polynomials.
 
-    Those do not pay then (0.93 to 0.97 at head dim 64).
+    Polynomials do not pay in lockstep (0.93 to 0.97 at head dim 64).
     """
     return dataclasses.replace(blocks, ping_pong=False, late_handover=False, polynomials=0.0)
 
@@ -411,7 +411,7 @@ class FusedSmem(NamedTuple):
     dq_full: Any = None  # one per warpgroup
     dq_empty: Any = None  # one per warpgroup
     stored: Any = None  # diagonal.py: what this CTA stores of dQ lies in device memory
-    others_stored: Any = None  # and what others store
+    others_stored: Any = None  # what other CTAs store of dQ lies there
     padded_full: Any = None  # a tile whose padding is to be zeroed
     summed_full: Any = None  # with bias_cluster: a slot of dS, each warpgroup
     summed_empty: Any = None  # and added up, by each CTA of the cluster
@@ -435,20 +435,20 @@ def scratch(
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
     bar, auxiliary = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
-    of_k, of_v = swizzles_of_k_and_v(problem, blocks, arrays)
+    k_swizzle, v_swizzle = swizzles_of_k_and_v(problem, blocks, arrays)
     received = None
     if blocks.sums_bias:
-        received = tile_buffer((blocks.received_rows, block_q), dtype, of_k)
+        received = tile_buffer((blocks.received_rows, block_q), dtype, k_swizzle)
         if interpret:  # where whole tiles of float32 are added
             received = plgpu.SMEM((block_kv, block_q), jnp.float32)
-    of_cluster = functools.partial(pipeline.empty_barrier, blocks.bias_cluster)
+    cluster_barrier = functools.partial(pipeline.empty_barrier, blocks.bias_cluster)
     sums, may_pad = blocks.sums_bias, {"q_lengths", "kv_lengths", "kv_segments"} & problem.features
     return FusedSmem(
-        q=tile_buffer((blocks.stages, block_q, head_dim), dtype, of_k),
-        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, of_v),
-        k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_k),
-        v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, of_v),
-        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, of_k),
+        q=tile_buffer((blocks.stages, block_q, head_dim), dtype, k_swizzle),
+        do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, v_swizzle),
+        k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, k_swizzle),
+        v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, v_swizzle),
+        ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, k_swizzle),
         dq=tile_buffer((len(blocks.dq_parts), *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
         delta=row_buffer((blocks.do_stages, block_q)),
@@ -477,8 +477,8 @@ def scratch(
         dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         padded_full=bar() if may_pad else None,
         summed_full=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages) if sums else None,
-        summed_empty=of_cluster(1, blocks.ds_stages) if sums else None,
-        receives=of_cluster(1, 1) if sums else None,
+        summed_empty=cluster_barrier(1, blocks.ds_stages) if sums else None,
+        receives=cluster_barrier(1, 1) if sums else None,
     )
 
 
@@ -490,5 +490,5 @@ def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardA
     """
     matmuls, columns = Matmuls(problem.dtype), blocks.dq_tile(problem.head_dim)[1]
     k, v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
-    of_k = matmuls.swizzle(problem.head_dim, *k, summed_rows=columns)
-    return of_k, matmuls.swizzle(problem.head_dim, *v)
+    k_swizzle = matmuls.swizzle(problem.head_dim, *k, summed_rows=columns)
+    return k_swizzle, matmuls.swizzle(problem.head_dim, *v)

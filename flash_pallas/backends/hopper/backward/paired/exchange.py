@@ -132,7 +132,7 @@ class Exchange:
     # --- both ------------------------------------------------------------------------------------
 
     def enter(self):
-        """Says that this warpgroup is there: nothing is sent to a CTA before its mbarriers are."""
+        """Signals that this warpgroup runs: nothing is sent to a CTA before its mbarriers exist."""
         self.release(-SLOTS)
 
     def wait(self, n):
@@ -144,5 +144,5 @@ class Exchange:
             cluster.await_bytes(self.arrived.at[slot], parity)
 
     def release(self, n):
-        """Says that this warpgroup has read both n-th tiles."""
+        """Signals that this warpgroup has read both n-th tiles."""
         pipeline.cluster_arrive(self.empty.at[self.slot(n)], self.interpret)

@@ -12,7 +12,7 @@ the columns of dQ for all 128 keys:
 
 dQ of a tile is computed in the step after it, so that the other CTA's dS has a step to arrive. The
 order in which pairs add to dQ differs from run to run, and with it the last bits; backward/split is
-deterministic. Where nobody has added before, dQ is stored: see backward/fused/diagonal.py.
+deterministic. Where no CTA has added before, dQ is stored: see backward/fused/diagonal.py.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class PairedKernel(DkvKernel):
 
     def run(self, sums, gmem: BackwardArrays, dk, dv, *refs):
         """Runs a CTA; `sums`: dQ, to which it adds, and flags if it stores some."""
-        passed, (smem, bars) = refs[:-2], refs[-2:]
+        stand_ins, (smem, bars) = refs[:-2], refs[-2:]
         pair = lax.axis_index("section") * self.at_once + lax.axis_index("pair")
         batches = jnp.int32(self.problem.batch)
         batch, kv_head = lax.rem(pair, batches), lax.div(pair, batches)
@@ -153,7 +153,7 @@ class PairedKernel(DkvKernel):
             full=bars.ds_full,
             empty=bars.ds_empty,
             written=bars.ds_written,
-            stand_in=passed[0].at[batch, kv_head, block] if passed else None,
+            stand_in=stand_ins[0].at[batch, kv_head, block] if stand_ins else None,
             rank=rank,
             swizzle=swizzle_of_k(self.problem, gmem),
             interpret=self.interpret,
@@ -193,22 +193,34 @@ class PairedKernel(DkvKernel):
             pair = unknown(cta.kv_head) * self.problem.batch + unknown(cta.batch)
             return unknown(cta.block), pair * PAIR + unknown(cta.rank)
 
-        bars = {"stored": cta.bars.stored, "others_stored": cta.bars.others_stored}
-        count = diagonal.num_stored(self, total)
-        return OwnTiles(count, total, flags, place, self.num_blocks, **bars)
+        return OwnTiles(
+            count=diagonal.num_stored(self, total),
+            total=total,
+            flags=flags,
+            place=place,
+            num_blocks=self.num_blocks,
+            stored=cta.bars.stored,
+            others_stored=cta.bars.others_stored,
+        )
 
     def run_roles(self, cta: PairedCta):
-        """Sends each warpgroup to its role."""
+        """Sends each warpgroup to its role: dV, dK, or the producer."""
         wg = lax.axis_index("wg")
         pl.when(wg == DV_WARPGROUP)(lambda: self.compute_dv(cta))
         pl.when(wg == DK_WARPGROUP)(lambda: self.compute_dk(cta))
         pl.when(wg == PRODUCER)(lambda: self.loads(cta))
 
-    def q_tiles(self, gmem: BackwardArrays, at) -> QTileRange:
-        size = self.blocks.block_kv, self.blocks.block_q
-        one_loop = mask_everywhere(self.problem) or self.blocks.mask_all
-        loops = {"mask_all": one_loop, "shift": at[2] if self.blocks.stagger else 0}
-        return QTileRange.of(self.problem, gmem, (at[0], at[2]), *size, **loops)
+    def q_tiles(self, gmem: BackwardArrays, own_tile) -> QTileRange:
+        batch, _, block = own_tile
+        return QTileRange.of(
+            self.problem,
+            gmem,
+            (batch, block),
+            self.blocks.block_kv,
+            self.blocks.block_q,
+            mask_all=mask_everywhere(self.problem) or self.blocks.mask_all,
+            shift=block if self.blocks.stagger else 0,
+        )
 
     # --- warpgroup 0 -----------------------------------------------------------------------------
 
@@ -229,8 +241,9 @@ class PairedKernel(DkvKernel):
             place = self.loads.place(cta, cta.q_tiles[n][0], block)
             fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
         cta.q.wait_full(n)
-        given = {"fragments": fragments, "at": (n, block), "masked": masked, "far": far}
-        weights = functools.partial(self.weights, **given)
+        weights = functools.partial(
+            self.weights, fragments=fragments, q_tile=(n, block), masked=masked, far=far
+        )
         run = functools.partial(self.dv_matmuls, cta, n, weights, dv_acc)
         dq = pl.run_scoped(run, self.score_accumulator, self.dq_accumulator(DV_WARPGROUP))
         self.leave_dq(cta, n, DV_WARPGROUP, dq)
@@ -304,15 +317,15 @@ class PairedKernel(DkvKernel):
         pl.when(n >= 0)(lambda: wait(n))
         first, columns = dq_columns(self.problem.head_dim, warpgroup)
         own, slot = cta.rank * cta.half + first, cta.exchange.slot(n)
-        of = lambda rank: cta.smem.ds.at[slot, rank].transpose((1, 0))
-        plgpu.wgmma(cta.dq_acc, of(cta.rank), cta.smem.k.at[:, pl.ds(own, columns)])
-        plgpu.wgmma(cta.dq_acc, of(1 - cta.rank), cta.smem.k_other.at[:, pl.ds(first, columns)])
+        ds_of = lambda rank: cta.smem.ds.at[slot, rank].transpose((1, 0))
+        plgpu.wgmma(cta.dq_acc, ds_of(cta.rank), cta.smem.k.at[:, pl.ds(own, columns)])
+        plgpu.wgmma(cta.dq_acc, ds_of(1 - cta.rank), cta.smem.k_other.at[:, pl.ds(first, columns)])
         return 2
 
     def leave_dq(self, cta: PairedCta, n, warpgroup: int, dq):
         """Leaves a warpgroup's part of dQ of the tile before the n-th, to be added.
 
-        Stored in the first step too, though nobody adds it: a branch around registers that wgmmas
+        Stored in the first step too, though not added then: a branch around registers that wgmmas
         have written makes ptxas end those in flight (C7517).
         """
         slots = len(cta.smem.dq)
@@ -326,7 +339,7 @@ class PairedKernel(DkvKernel):
         plgpu.barrier_arrive(cta.bars.dq_full.at[warpgroup])
 
     def last_dq(self, cta: PairedCta, warpgroup: int):
-        """Leaves dQ of the last tile."""
+        """Computes a warpgroup's part of dQ of the last tile, and leaves it to be added."""
         total = cta.q_tiles.total
 
         def run(dq_acc):
@@ -362,12 +375,12 @@ class PairedLoads(DkvLoads):
 
     def load_k(self, cta: PairedCta):
         """Loads this CTA's keys, and its columns of the other's."""
-        k, other = (x.at[0] for x in (cta.smem.k, cta.smem.k_other))
+        k, k_other = (x.at[0] for x in (cta.smem.k, cta.smem.k_other))
         plgpu.copy_gmem_to_smem(rows_of(cta.gmem.k, cta.keys, k), k, cta.bars.k_full)
         start = (cta.block * PAIR + 1 - cta.rank) * WARPGROUP_ROWS
         columns = pl.ds(cta.rank * cta.half, cta.half)
         keys = cta.gmem.k.at[cta.batch, pl.ds(start, WARPGROUP_ROWS), cta.kv_head, columns]
-        plgpu.copy_gmem_to_smem(keys, other, cta.bars.k_full)
+        plgpu.copy_gmem_to_smem(keys, k_other, cta.bars.k_full)
 
     def load_v(self, cta: PairedCta):
         v = cta.smem.v.at[0]
@@ -443,12 +456,12 @@ def backward_paired(
         (dq, dk, dv): in the dtypes and shapes of `arrays`, but dq is as wide as the kernel runs it.
     """
     kernel = PairedKernel(problem, blocks, interpret)
-    given = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_kv))
+    gmem = arrays.for_rows(problem, operands, 1, (blocks.block_q, blocks.block_kv))
     sums = float32((*arrays.q.shape[:3], problem.head_dim))
-    made = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)]
+    out_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.k, arrays.v)]
     if interpret:
         places = problem.batch, problem.kv_heads, kernel.grid["kv"], SLOTS, PAIR
-        made.append(stand_in(*places, dtype=problem.dtype))
+        out_shapes.append(stand_in(*places, dtype=problem.dtype))
 
     if kernel.stores_dq:
         shapes = {"dq": sums, "stored": diagonal.flags(kernel.pairs * PAIR)}
@@ -460,7 +473,7 @@ def backward_paired(
         kept, *out = refs
         call = launch(
             functools.partial(kernel.run, kept),
-            out=tuple(made),
+            out=tuple(out_shapes),
             scratch=paired_scratch(problem, blocks, arrays, interpret),
             grid=kernel.grid,
             cluster=pipeline.cluster_axes(PAIR),
@@ -468,9 +481,9 @@ def backward_paired(
             name="flash_pallas_backward_paired",
             interpret=interpret,
         )
-        for ref, x in zip(out, call(given), strict=False):
+        for ref, x in zip(out, call(gmem), strict=False):
             ref[...] = x
 
-    empty = [jnp.zeros(x.shape, x.dtype) for x in made[:2]]  # XLA drops them
+    empty = [jnp.zeros(x.shape, x.dtype) for x in out_shapes[:2]]  # XLA drops them
     kept, dk, dv = pl.run_state(run)((cleared, *empty))
     return scaled_dq(problem, kept["dq"]), dk, dv

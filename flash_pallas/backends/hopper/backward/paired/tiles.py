@@ -115,7 +115,7 @@ class PairedBarriers(NamedTuple):
     dq_empty: Any  # [2], a warpgroup may leave its next part
     met: Any
     stored: Any = None  # backward/fused/diagonal.py: what this CTA stores lies in device memory
-    others_stored: Any = None  # and what others store
+    others_stored: Any = None  # what other CTAs store lies there
 
 
 def num_sections(problem: Problem) -> int:
@@ -131,7 +131,7 @@ def may_store_dq(problem: Problem) -> bool:
 
 
 def stores_dq(problem: Problem, blocks: PairedBlocks) -> bool:
-    """Returns whether CTAs with these options do; see backward/fused/diagonal.py."""
+    """Returns whether CTAs with these options store dQ; see backward/fused/diagonal.py."""
     return blocks.mask_all and not blocks.stagger and may_store_dq(problem)
 
 
@@ -152,15 +152,15 @@ def paired_scratch(
     matmuls, rows, bar = Matmuls(problem.dtype), WARPGROUP_ROWS, plgpu.Barrier
     dtype, auxiliary = matmuls.operand_dtype, AuxiliaryInputs(problem, q_axis=1)
     widths = [dq_columns(problem.head_dim, wg)[1] for wg in range(WARPGROUPS)]
-    of_k = swizzle_of_k(problem, arrays)
+    k_swizzle = swizzle_of_k(problem, arrays)
     v = () if arrays is None else (arrays.v,)
-    of_v = matmuls.swizzle(problem.v_head_dim, *v, summed_rows=rows)
-    tile = lambda *shape, swizzle=of_k: tile_buffer(shape, dtype, swizzle)
+    v_swizzle = matmuls.swizzle(problem.v_head_dim, *v, summed_rows=rows)
+    tile = lambda *shape, swizzle=k_swizzle: tile_buffer(shape, dtype, swizzle)
     smem = PairedSmem(
         q=tile(blocks.stages, rows, problem.head_dim),
-        do=tile(blocks.do_stages, rows, problem.v_head_dim, swizzle=of_v),
+        do=tile(blocks.do_stages, rows, problem.v_head_dim, swizzle=v_swizzle),
         k=tile(1, rows, problem.head_dim),
-        v=tile(1, rows, problem.v_head_dim, swizzle=of_v),
+        v=tile(1, rows, problem.v_head_dim, swizzle=v_swizzle),
         k_other=tile(1, rows, problem.head_dim // PAIR),
         ds=tile(SLOTS, PAIR, rows, rows),
         dq=tuple(tile_buffer((rows, width), jnp.float32) for width in dict.fromkeys(widths)),
@@ -168,7 +168,7 @@ def paired_scratch(
         rows=row_buffer((blocks.stages + blocks.do_stages, rows)),
         auxiliary=auxiliary.buffers(blocks.stages, rows, rows),
     )
-    of_pair = lambda warpgroups: pipeline.empty_barrier(PAIR, warpgroups, SLOTS)
+    pair_barrier = lambda warpgroups: pipeline.empty_barrier(PAIR, warpgroups, SLOTS)
     bars = PairedBarriers(
         k_full=bar(num_arrivals=2),
         v_full=bar(),
@@ -178,8 +178,8 @@ def paired_scratch(
         do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
         p_full=bar(num_barriers=SLOTS),
         ds_full=bar(num_barriers=SLOTS),
-        ds_empty=of_pair(WARPGROUPS),
-        ds_written=of_pair(1) if interpret else None,
+        ds_empty=pair_barrier(WARPGROUPS),
+        ds_written=pair_barrier(1) if interpret else None,
         dq_full=bar(num_barriers=WARPGROUPS),
         dq_empty=bar(num_barriers=WARPGROUPS),
         met=bar(num_arrivals=WARPGROUPS),
@@ -217,10 +217,10 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     if narrow or problem.dtype.itemsize != 2:
         return None
     native = paired_problem(problem)
-    whole = problem.kv_len % PairedBlocks.block_kv == 0 and not problem.is_dynamic
-    plain = problem.spec.mask.is_trivial and whole
+    whole_tiles = problem.kv_len % PairedBlocks.block_kv == 0 and not problem.is_dynamic
+    unmasked = problem.spec.mask.is_trivial and whole_tiles
     early = native.head_dim == HEAD_DIMS[0]
-    one_loop = plain or may_store_dq(native)
-    blocks = PairedBlocks(mask_all=one_loop, stagger=plain, early_dq=early)
+    one_loop = unmasked or may_store_dq(native)
+    blocks = PairedBlocks(mask_all=one_loop, stagger=unmasked, early_dq=early)
     choices = blocks, dataclasses.replace(blocks, do_stages=1)
     return next((b for b in choices if fits(paired_scratch(native, b))), None)

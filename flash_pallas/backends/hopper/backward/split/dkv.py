@@ -100,16 +100,17 @@ class DkvKernel:
         if self.blocks.producer:
             pl.when(wg == PRODUCER)(lambda: self.loads(cta))
 
-    def q_tiles(self, gmem: BackwardArrays, at) -> QTileRange | QTileList | QTilePairs:
-        """Returns the Q tiles of a CTA; `at`: (batch entry, KV head, KV tile)."""
+    def q_tiles(self, gmem: BackwardArrays, own_tile) -> QTileRange | QTileList | QTilePairs:
+        """Returns the Q tiles of a CTA; `own_tile`: (batch entry, KV head, KV tile)."""
         size = WARPGROUP_ROWS, self.blocks.block_q
         if self.blocks.joined(self.problem) == 2:
-            far = self.auxiliary.far(gmem.auxiliary, at[0], at[1] * self.problem.group)
-            return QTilePairs.of(self.problem, gmem, at, WARPGROUP_ROWS, far)
-        loops = {"mask_all": mask_everywhere(self.problem)}
+            far = self.auxiliary.far(gmem.auxiliary, own_tile[0], own_tile[1] * self.problem.group)
+            return QTilePairs.of(self.problem, gmem, own_tile, WARPGROUP_ROWS, far)
+        mask_all = mask_everywhere(self.problem)
         if self.problem.is_listed:
-            return QTileList.of(self.problem, gmem, at, *size, **loops)
-        return QTileRange.of(self.problem, gmem, (at[0], at[2]), *size, **loops)
+            return QTileList.of(self.problem, gmem, own_tile, *size, mask_all=mask_all)
+        own_tile = own_tile[0], own_tile[2]
+        return QTileRange.of(self.problem, gmem, own_tile, *size, mask_all=mask_all)
 
     # --- warpgroup 0: S, P, dV -------------------------------------------------------------------
 
@@ -136,11 +137,11 @@ class DkvKernel:
 
     def loop_over_dv(self, cta: DkvCta, far, dv_acc):
         """Sums dV over all tiles; returns f32[64, Dv]."""
-        at = cta.gmem.auxiliary, self.loads.place(cta, 0, 0)
-        fragments = self.auxiliary.fragments_of_rows(*at)
+        place = self.loads.place(cta, 0, 0)
+        fragments = self.auxiliary.fragments_of_rows(cta.gmem.auxiliary, place)
         if self.problem.group == 1:
-            at = cta.gmem.auxiliary, self.loads.place(cta, 0, 0)
-            fragments = self.auxiliary.fragments_of_head(fragments, *at)
+            place = self.loads.place(cta, 0, 0)
+            fragments = self.auxiliary.fragments_of_head(fragments, cta.gmem.auxiliary, place)
         plgpu.barrier_wait(cta.bars.k_full)
         step = functools.partial(self.dv_step, cta, fragments, far, dv_acc)
         cta.q_tiles.visit(step, in_one_loop=far is not None)
@@ -165,9 +166,12 @@ class DkvKernel:
         # Ends during the next tile.
         self.matmuls.multiply(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])
 
-    def weights(self, cta: DkvCta, fragments: TileInputs, at, masked, far, s_acc):
-        """Computes P^T for dV and for the other warpgroup, as operands; awaits the previous dV."""
-        n, block = at
+    def weights(self, cta: DkvCta, fragments: TileInputs, q_tile, masked, far, s_acc):
+        """Computes P^T for dV and for the other warpgroup, as operands; awaits the previous dV.
+
+        `q_tile`: (number of the Q tile, its Q block).
+        """
+        n, block = q_tile
         slot = cta.q.slot(n)
         self.matmuls.multiply(s_acc, cta.smem.k, cta.smem.q.at[slot], transposed=True)
         lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
@@ -175,9 +179,9 @@ class DkvKernel:
         pl.when(n > 0)(lambda: cta.do.release(n - 1))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         tile = self.tile(cta, block)
-        problem, whole = self.problem, self.problem.is_listed and not masked
-        inputs = self.inputs(cta, fragments, slot, ids=not whole)
-        if whole:
+        problem, is_whole = self.problem, self.problem.is_listed and not masked
+        inputs = self.inputs(cta, fragments, slot, ids=not is_whole)
+        if is_whole:
             problem, inputs = problem.of_whole_tiles, inputs._replace(mask=None)
         if far is not None:
             query = block * self.loads.rows
@@ -319,9 +323,9 @@ class DkvKernel:
 
     # --- both ------------------------------------------------------------------------------------
 
-    def store(self, result, staging, out):
+    def store(self, gradient, staging, out):
         """Writes one gradient through shared memory that only its warpgroup has read."""
-        self.matmuls.store(staging, result)
+        self.matmuls.store(staging, gradient)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, out)
         plgpu.wait_smem_to_gmem(0)
@@ -334,7 +338,13 @@ class DkvKernel:
         return plgpu.ACC((WARPGROUP_ROWS, head_dim), jnp.float32)
 
 
-def dkv(problem: Problem, blocks: DkvBlocks, operands: Operands, arrays: BackwardArrays, interpret):
+def dkv(
+    problem: Problem,
+    blocks: DkvBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    interpret: bool,
+):
     """Launches the kernel; returns (dk, dv) in the form of arrays.k and v.
 
     The result has the same bits in every run.
@@ -409,7 +419,7 @@ class DkvLoads:
         return Place(cta.batch, head, cta.kv_start, start, WARPGROUP_ROWS, columns)
 
     def __call__(self, cta: DkvCta):
-        """Runs the producer."""
+        """Runs the producer warpgroup: gives registers away, then loads all tiles."""
         plgpu.set_max_registers(self.blocks.producer_registers, action="decrease")
         self.load_all(cta)
 
@@ -458,23 +468,26 @@ class DkvLoads:
 
     def parts(self, cta: DkvCta, n):
         """Returns (place in a slot, head, rows, rows of lse) of the blocks of the n-th tile."""
-        at = lambda block: pl.ds(block * self.rows, self.rows)
+        rows_at = lambda block: pl.ds(block * self.rows, self.rows)
         head_of = lambda member: cta.kv_head * self.problem.group + member
         if not isinstance(cta.q_tiles, QTilePairs):
             member, block = cta.q_tiles[n]
-            return [((), head_of(member), at(block), at(block))]
-        both = enumerate(cta.q_tiles.both(n))
+            return [((), head_of(member), rows_at(block), rows_at(block))]
+        pair_tiles = enumerate(cta.q_tiles.both(n))
         place = lambda i: (pl.ds(i * self.rows, self.rows),)
-        return [(place(i), head_of(m), at(block), at(of_lse)) for i, (m, block, of_lse) in both]
+        return [
+            (place(i), head_of(member), rows_at(block), rows_at(lse_block))
+            for i, (member, block, lse_block) in pair_tiles
+        ]
 
     def load_q(self, cta: DkvCta, n):
         """Loads Q of the n-th tile, its lse and its streamed auxiliary inputs."""
         parts = self.parts(cta, n)
         cta.q.wait_empty(n)
-        for part, head, rows, of_lse in parts:
+        for part, head, rows, lse_rows in parts:
             q = rows_of(cta.gmem.q, (cta.batch, rows, head), cta.smem.q)
             self.load(cta.q, n, q, cta.smem.q, part)
-            lse = cta.gmem.lse_log2.at[cta.batch, head, of_lse]
+            lse = cta.gmem.lse_log2.at[cta.batch, head, lse_rows]
             self.load(cta.q, n, lse, cta.smem.lse, part)
         if self.auxiliary.copies:
             member, block = cta.q_tiles[n]

@@ -152,22 +152,26 @@ class DqKernel:
     def step(self, cta: DqCta, kv_tiles: KvTiles, rows: DqRows, dq_acc, n, *, masked, far=None):
         """Computes dS of the n-th KV tile and issues dQ += dS K.
 
-        `far` is given where queries may be shifted.
+        `far` is None unless queries may be shifted.
         """
         limits = Limits()
         tile = self.tile(cta, kv_tiles[n])
         if masked:
             limits = tile.limits(self.problem.spec.mask, kv_tiles.kv_len)
-        whole = self.problem.is_listed and not masked
-        matmuls = functools.partial(self.score_gradients, cta, rows, n, (tile, limits, far, whole))
+        is_whole = self.problem.is_listed and not masked
+        kv_tile = tile, limits, far, is_whole
+        matmuls = functools.partial(self.score_gradients, cta, rows, n, kv_tile)
         # Before the accumulators exist: see DbiasKernel.tile in backward/dbias.
         cta.k.wait_full(n)
         ds = pl.run_scoped(matmuls, self.score_accumulator)
         # Ends during the next block.
         self.matmuls.multiply(dq_acc, ds, cta.smem.k.at[cta.k.slot(n)])
 
-    def score_gradients(self, cta: DqCta, rows: DqRows, n, where, s_acc):
-        """Computes dS of the n-th KV tile as an operand; awaits the previous dQ on the way."""
+    def score_gradients(self, cta: DqCta, rows: DqRows, n, kv_tile, s_acc):
+        """Computes dS of the n-th KV tile as an operand; awaits the previous dQ on the way.
+
+        `kv_tile`: (RegisterTile, Limits, `far`, whether lists call it whole).
+        """
         k = cta.smem.k.at[cta.k.slot(n)]
         # An index that cannot be hoisted. Otherwise the descriptors of Q and dO, one per wgmma,
         # live through the loop: 144 bytes of spills at head dim 256, 344 if causal, against none.
@@ -176,20 +180,20 @@ class DqKernel:
         plgpu.wgmma_wait(self.matmuls.count)
         pl.when(n > 0)(lambda: cta.k.release(n - 1))
         cta.v.wait_full(n)
-        matmul = functools.partial(self.with_dp, cta, rows, n, where, s_acc)
+        matmul = functools.partial(self.with_dp, cta, rows, n, kv_tile, s_acc)
         return pl.run_scoped(matmul, self.score_accumulator)
 
-    def with_dp(self, cta: DqCta, rows: DqRows, n, where, s_acc, dp_acc):
+    def with_dp(self, cta: DqCta, rows: DqRows, n, kv_tile, s_acc, dp_acc):
         """Computes dP and dS of the n-th KV tile, dS as an operand, once S is issued."""
         v, own = cta.smem.v.at[cta.v.slot(n)], warpgroup_rows(lax.optimization_barrier(cta.wg))
         self.matmuls.multiply(dp_acc, cta.smem.do.at[own], v, transposed=True)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.matmuls.count)
         per_row = lambda x: lax.broadcast_in_dim(x, s.shape, (0,))
-        (tile, limits, far, whole), problem = where, self.problem
+        (tile, limits, far, is_whole), problem = kv_tile, self.problem
         inputs = self.auxiliary.inputs(
-            rows.fragments, cta.smem.auxiliary, cta.k.slot(n), s.shape, own, ids=not whole
+            rows.fragments, cta.smem.auxiliary, cta.k.slot(n), s.shape, own, ids=not is_whole
         )
-        if whole:
+        if is_whole:
             problem, inputs = problem.of_whole_tiles, inputs._replace(mask=None)
         if far is not None:
             query = cta.q_start + cta.wg * WARPGROUP_ROWS
@@ -199,8 +203,8 @@ class DqKernel:
         p = lax.optimization_barrier(score_tile.pulled(w))  # above the wait for dP
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.v.release(n)
-        c = score_tile.centred(self.problem, w.kept, dp, per_row(rows.delta))
-        return self.matmuls.split(p * c)
+        centred = score_tile.centred(self.problem, w.kept, dp, per_row(rows.delta))
+        return self.matmuls.split(p * centred)
 
     @property
     def score_accumulator(self):
@@ -217,7 +221,13 @@ class DqKernel:
         )
 
 
-def dq(problem: Problem, blocks: DqBlocks, operands: Operands, arrays: BackwardArrays, interpret):
+def dq(
+    problem: Problem,
+    blocks: DqBlocks,
+    operands: Operands,
+    arrays: BackwardArrays,
+    interpret: bool,
+):
     """Launches the kernel; returns dq in the form of arrays.q, with the same bits in every run."""
     block_q, block_kv = blocks.block_q, blocks.block_kv
     run = launch(
@@ -278,10 +288,10 @@ class DqLoads:
     def kv_tiles(self, cta: DqCta) -> KvTiles:
         """Returns the KV tiles of this CTA."""
         if self.problem.is_listed:
-            at = cta.batch, cta.head, cta.block
-            return KvTileList.of(self.problem, cta.gmem, at, self.blocks.block_kv)
-        at, size = (cta.batch, cta.block, cta.position), (self.blocks.block_q, self.blocks.block_kv)
-        return KvTileRange.of(self.problem, cta.gmem, at, *size)
+            own_tile = cta.batch, cta.head, cta.block
+            return KvTileList.of(self.problem, cta.gmem, own_tile, self.blocks.block_kv)
+        own_tile, blocks = (cta.batch, cta.block, cta.position), self.blocks
+        return KvTileRange.of(self.problem, cta.gmem, own_tile, blocks.block_q, blocks.block_kv)
 
     def __call__(self, cta: DqCta):
         """Runs the producer: loads Q, dO, lse and delta once, then every block of K and V."""

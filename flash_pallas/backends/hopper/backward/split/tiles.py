@@ -126,7 +126,7 @@ DQ = (
 
 
 def native_head_dim(head_dim: int) -> int:
-    """Returns the head dim as which these kernels run the given one: the next of HEAD_DIMS."""
+    """Returns the native head dim that these kernels run for a head dim: the next of HEAD_DIMS."""
     return next(d for d in HEAD_DIMS if d >= head_dim)
 
 
@@ -208,14 +208,14 @@ def dkv_scratch(
     bar, auxiliary = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
     copies = 2 * blocks.joined(problem)  # Q and lse, dO and delta
     same = problem.head_dim == problem.v_head_dim
-    of_k, of_v = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
+    k_arrays, v_arrays = ((), ()) if arrays is None else ((arrays.k,), (arrays.v,))
     if same:  # each is staged where the other was
-        of_k = of_v = of_k + of_v
-    k = buffer((WARPGROUP_ROWS, problem.head_dim), *of_k)
-    v = buffer((WARPGROUP_ROWS, problem.v_head_dim), *of_v)
+        k_arrays = v_arrays = k_arrays + v_arrays
+    k = buffer((WARPGROUP_ROWS, problem.head_dim), *k_arrays)
+    v = buffer((WARPGROUP_ROWS, problem.v_head_dim), *v_arrays)
     smem = DkvSmem(
-        q=buffer((blocks.stages, block_q, problem.head_dim), *of_k),
-        do=buffer((blocks.do_stages, block_q, problem.v_head_dim), *of_v),
+        q=buffer((blocks.stages, block_q, problem.head_dim), *k_arrays),
+        do=buffer((blocks.do_stages, block_q, problem.v_head_dim), *v_arrays),
         k=k,
         v=v,
         p=buffer((blocks.p_stages, WARPGROUP_ROWS, block_q)),
@@ -278,12 +278,12 @@ def dq_scratch(
         blocks.warpgroups,
         AuxiliaryInputs(problem, q_axis=0),
     )
-    of = lambda name: () if arrays is None else (getattr(arrays, name),)
+    copied = lambda name: () if arrays is None else (getattr(arrays, name),)
     smem = DqSmem(
-        q=buffer((block_q, problem.head_dim), *of("q")),
-        do=buffer((block_q, problem.v_head_dim), *of("do")),
-        k=buffer((blocks.k_stages, block_kv, problem.head_dim), *of("k")),
-        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim), *of("v")),
+        q=buffer((block_q, problem.head_dim), *copied("q")),
+        do=buffer((block_q, problem.v_head_dim), *copied("do")),
+        k=buffer((blocks.k_stages, block_kv, problem.head_dim), *copied("k")),
+        v=buffer((blocks.v_stages, block_kv, problem.v_head_dim), *copied("v")),
         lse=row_buffer((block_q,)),
         delta=row_buffer((block_q,)),
         auxiliary=auxiliary.buffers(blocks.k_stages, block_q, block_kv),

@@ -8,8 +8,8 @@ L' = the tangent of L,
     dQ' = scale (dS' K + dS K')         dK' = scale (dS'^T Q + dS^T Q')
     dV' = P'^T dO + P^T dO'
 
-where dP = dO V^T and dS = P o (dP - D) are those of the backward. O', L' and D' have been found by
-the tangent kernel of the forward. Queries and keys change places between the results, so one kernel
+where dP = dO V^T and dS = P o (dP - D) are those of the backward. O', L' and D' come from the
+tangent kernel of the forward. Queries and keys change places between the results, so one kernel
 has them all. A CTA owns rows of two operands, A and B, and goes through columns of C and E:
 
     rows          A  B   C  E   results
@@ -111,8 +111,8 @@ class PushKernel:
     @property
     def names(self) -> tuple[tuple[str, str], tuple[str, str]]:
         """Fields of BackwardArrays that are (A, B), and (C, E)."""
-        of_queries, of_keys = ("q", "do"), ("k", "v")
-        return (of_keys, of_queries) if self.q_axis else (of_queries, of_keys)
+        query_names, key_names = ("q", "do"), ("k", "v")
+        return (key_names, query_names) if self.q_axis else (query_names, key_names)
 
     def __call__(self, gmem: PushArrays, *refs):
         *out, smem, bars = refs
@@ -134,16 +134,16 @@ class PushKernel:
         cta = self.feed(cta)
         widths = [(self.problem.head_dim, self.problem.v_head_dim)[i] for i in self.results]
         accumulators = [plgpu.ACC((WARPGROUP_ROWS, width), jnp.float32) for width in widths]
-        found = pl.run_scoped(functools.partial(self.fold, cta), *accumulators)
+        tangents = pl.run_scoped(functools.partial(self.fold, cta), *accumulators)
         self.drain(cta)
-        self.store(cta, found)
+        self.store(cta, tangents)
 
-    def tiles(self, arrays: BackwardArrays, batch, block):
+    def tiles(self, arrays: BackwardArrays, batch, block) -> QTileRange | KvTileRange:
         """Returns the tiles of columns that a CTA goes through."""
         size = self.blocks.rows, self.blocks.columns
         if self.q_axis:
-            loops = {"mask_all": mask_everywhere(self.problem)}
-            return QTileRange.of(self.problem, arrays, (batch, block), *size, **loops)
+            mask_all = mask_everywhere(self.problem)
+            return QTileRange.of(self.problem, arrays, (batch, block), *size, mask_all=mask_all)
         position = block * self.blocks.rows + arrays.offset(self.problem, batch)
         return KvTileRange.of(self.problem, arrays, (batch, block, position), *size)
 
@@ -168,8 +168,8 @@ class PushKernel:
 
     def sources(self, cta: PushCta, side: int) -> list:
         """Returns the arrays of rows (side 0) or columns: each, and its tangent."""
-        both = cta.gmem.primal, cta.gmem.tangent
-        return [getattr(arrays, name) for name in self.names[side] for arrays in both]
+        primal_and_tangent = cta.gmem.primal, cta.gmem.tangent
+        return [getattr(arrays, name) for name in self.names[side] for arrays in primal_and_tangent]
 
     def load(self, cta: PushCta, n):
         """Issues the copies of the n-th tile of columns."""
@@ -258,22 +258,22 @@ class PushKernel:
     def score_accumulator(self):
         return plgpu.ACC((WARPGROUP_ROWS, self.blocks.columns), jnp.float32)
 
-    def operands(self, cta: PushCta, slot, which: int):
-        """Returns (A, A', C, C') of a step in shared memory, or with `which` 1 (B, B', E, E')."""
+    def operands(self, cta: PushCta, slot, side: int):
+        """Returns (A, A', C, C') of a step in shared memory, or with `side` 1 (B, B', E, E')."""
         own = warpgroup_rows(lax.optimization_barrier(cta.wg))  # likewise not held
-        both = slice(2 * which, 2 * which + 2)
-        left = (tile.at[own] for tile in cta.smem.own[both])
-        return *left, *(tile.at[self.hidden(slot)] for tile in cta.smem.streamed[both])
+        pair = slice(2 * side, 2 * side + 2)
+        left = (tile.at[own] for tile in cta.smem.own[pair])
+        return *left, *(tile.at[self.hidden(slot)] for tile in cta.smem.streamed[pair])
 
     def hidden(self, slot):
-        """Returns a slot that is found anew in every step, even where there is only one.
+        """Returns a slot that is computed anew in every step, even where there is only one.
 
         Descriptors of operands are then not held over the loop: 400 to 1,000 bytes of spills at
         head dim 256.
         """
         return lax.optimization_barrier(jnp.int32(slot)) if self.blocks.stages == 1 else slot
 
-    def weights(self, cta: PushCta, fragments, rows, n, masked, s_acc, ds_acc):
+    def weights(self, cta: PushCta, fragments: TileInputs, rows, n, masked, s_acc, ds_acc):
         """Computes (P, P', what dropout keeps or None, the values of queries) of a tile."""
         slot, count = cta.ring.slot(n), self.matmuls.count
         a, da, c, dc = self.operands(cta, slot, 0)
@@ -307,9 +307,9 @@ class PushKernel:
         dp = p * (ds * self.problem.spec.scale - queries[0])
         return p, dp, w.kept, queries[1:]
 
-    def score_gradients(self, cta: PushCta, slot, given, dp_acc, ddp_acc):
-        """Computes (dS, dS') of a tile, f32, from P and P'."""
-        (p, dp, kept, (delta, ddelta)), count = given, self.matmuls.count
+    def score_gradients(self, cta: PushCta, slot, weights, dp_acc, ddp_acc):
+        """Computes (dS, dS') of a tile, f32, from P and P'; `weights` as `weights` returns them."""
+        (p, dp, kept, (delta, ddelta)), count = weights, self.matmuls.count
         b, db, e, de = self.operands(cta, slot, 1)
         self.matmuls.multiply(dp_acc, b, e, transposed=True)
         self.matmuls.multiply(ddp_acc, db, e, transposed=True)
@@ -328,10 +328,10 @@ class PushKernel:
         shape = WARPGROUP_ROWS, self.blocks.columns
         return RegisterTile(*starts, shape, q_axis=self.q_axis, interpret=self.interpret)
 
-    def store(self, cta: PushCta, found):
+    def store(self, cta: PushCta, tangents):
         """Scales the results and writes them through rows that only this warpgroup reads."""
         rows = pl.ds(cta.start + cta.wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        for result, out, x in zip(self.results, cta.out, found, strict=True):
+        for result, out, x in zip(self.results, cta.out, tangents, strict=True):
             tile = cta.smem.own[2 * result]
             x = (
                 x * self.problem.spec.scale

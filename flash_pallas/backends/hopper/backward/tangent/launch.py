@@ -25,12 +25,12 @@ def launches(problem: Problem) -> list[tuple[int, tuple[int, ...], Any]] | None:
     native = native_backward_problem(problem, "split")
     widths = native.head_dim, native.v_head_dim
     for plan in (TOGETHER, APART):
-        found = [
+        chosen = [
             (q_axis, results, choose(native, q_axis, tuple(widths[i] for i in results)))
             for q_axis, results in plan
         ]
-        if all(blocks is not None for _, _, blocks in found):
-            return found
+        if all(blocks is not None for _, _, blocks in chosen):
+            return chosen
     return None
 
 
@@ -38,7 +38,7 @@ def push_backward(
     problem: Problem,
     operands: Operands,
     cotangents: Cotangents,
-    given: Operands,
+    operand_tangents: Operands,
     moved: Cotangents,
     interpret: bool,
 ) -> Grads:
@@ -48,7 +48,7 @@ def push_backward(
         problem: problem of the operands.
         operands: operands of the call.
         cotangents: what the backward starts from: LSE, dO, delta and shifts.
-        given: tangents of q, k and v.
+        operand_tangents: tangents of q, k and v.
         moved: tangents of the cotangents; that of the log-sum-exp is of the natural one.
         interpret: run under the interpreter.
     """
@@ -61,16 +61,16 @@ def push_backward(
             BackwardArrays.of(
                 native, padding.cleared(operands, x), c._replace(do=clear(c.do)), summed
             )
-            for x, c in ((operands, cotangents), (given, moved))
+            for x, c in ((operands, cotangents), (operand_tangents, moved))
         )
     )
-    found = {}
+    tangents = {}
     for q_axis, results, blocks in plan:
         run = push_launch(native, blocks, q_axis, results, interpret)
-        of_rows = ("k", "v") if q_axis else ("q",)
+        row_names = ("k", "v") if q_axis else ("q",)
         out = run(padding.cleared(operands), arrays)
-        found |= {of_rows[i]: x for i, x in zip(results, out, strict=True)}
+        tangents |= {row_names[i]: x for i, x in zip(results, out, strict=True)}
     joined = Matmuls(problem.dtype).joined
-    whole = lambda name, like: joined(found[name])[:, : like.shape[1], :, : like.shape[3]]
-    q, k, v = (whole(name, getattr(operands, name)) for name in ("q", "k", "v"))
+    unpadded = lambda name, x: joined(tangents[name])[:, : x.shape[1], :, : x.shape[3]]
+    q, k, v = (unpadded(name, getattr(operands, name)) for name in ("q", "k", "v"))
     return Grads(q, k, v)

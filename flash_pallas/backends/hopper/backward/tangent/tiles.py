@@ -115,12 +115,12 @@ def push_scratch(
     """
     matmuls, (stages, columns) = Matmuls(problem.dtype), (blocks.stages, blocks.columns)
     auxiliary, bar = AuxiliaryInputs(problem, q_axis), plgpu.Barrier
-    of = lambda *names: () if arrays is None else tuple(getattr(arrays, n) for n in names)
-    given = of("q", "k"), of("v", "do")
+    copied = lambda *names: () if arrays is None else tuple(getattr(arrays, n) for n in names)
+    copied_by_width = copied("q", "k"), copied("v", "do")
     widths = problem.head_dim, problem.v_head_dim
     buffers = lambda *shape: tuple(
         matmuls.buffer((*shape, width), *x, summed_rows=columns)
-        for width, x in zip(widths, given, strict=True)
+        for width, x in zip(widths, copied_by_width, strict=True)
         for _ in range(2)
     )
     vectors = (row_buffer((stages, columns)),) * (4 * q_axis)
