@@ -511,7 +511,7 @@ ON_DEVICE = (
 _TRIANGLE = {"T": 300, "S": 300, "K": 2, "causal": True}
 
 # CTAs store dQ of the queries at their keys' positions, where pairs are worked on one at a time:
-# see backends/hopper/backward/fused/diagonal.py.
+# see backends/hopper/backward/dq_sums.py.
 DIAGONAL = (
     _case("diagonal_64", **_TRIANGLE),
     _case("diagonal_128", **_TRIANGLE, B=2, H=128),

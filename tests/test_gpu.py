@@ -18,7 +18,7 @@ import flash_pallas
 from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode, reference
 from flash_pallas.backends.gpu import ahead, jax_compat
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.backward.fused import tiles
+from flash_pallas.backends.hopper.backward import dq_sums
 from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
 from . import (
@@ -64,7 +64,7 @@ def test_rows_that_are_left_to_another_launch(case, monkeypatch):
 @pytest.mark.parametrize("case", DIAGONAL_ON_DEVICE, ids=str)
 def test_dq_is_stored_at_the_diagonal(case, monkeypatch):
     if case in DIAGONAL:  # small: a section is one pair of a batch entry and a head
-        monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 0)
         monkeypatch.setattr(far_rows, "ENOUGH", 1)
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 

@@ -11,8 +11,8 @@ from jax import lax
 
 from flash_pallas.backends.gpu import bias_tiles
 from flash_pallas.backends.hopper import HopperBackend
+from flash_pallas.backends.hopper.backward import dq_sums
 from flash_pallas.backends.hopper.backward.dbias import tiles as dbias_tiles
-from flash_pallas.backends.hopper.backward.fused import diagonal, kernel, tiles
 from flash_pallas.backends.hopper.common import far_rows, tile_lists
 
 from . import checks
@@ -120,7 +120,7 @@ def test_compute_warpgroups_that_load(case):
 @pytest.mark.interpret
 def test_sections_of_heads_and_batch(monkeypatch):
     """Runs two of nine (head, batch entry) pairs at a time; the ninth runs alone."""
-    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
+    monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 2 * 8 * SECTIONS.T * SECTIONS.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
 
@@ -129,10 +129,10 @@ def test_sections_of_heads_and_batch(monkeypatch):
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", DIAGONAL, ids=str)
 def test_dq_is_stored_at_the_diagonal(monkeypatch, case):
-    cleared = mock.Mock(wraps=diagonal.cleared)
-    monkeypatch.setattr(diagonal, "cleared", cleared)
+    cleared = mock.Mock(wraps=dq_sums.cleared)
+    monkeypatch.setattr(dq_sums, "cleared", cleared)
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 0)
     monkeypatch.setattr(far_rows, "ENOUGH", 1)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
@@ -141,17 +141,17 @@ def test_dq_is_stored_at_the_diagonal(monkeypatch, case):
 
 @pytest.mark.interpret
 def test_ctas_that_wait_for_later_ones_are_a_deadlock(monkeypatch):
-    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(diagonal, "block_of", lambda launch, index: index)
+    monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(dq_sums, "block_of", lambda launch, index: index)
     with pytest.raises(DeadlockError, match="found bits 0x0 of word 0, not 0x6"), race_checked():
         checks.run(checks.bind(BACKEND), DIAGONAL[0])
 
 
 @pytest.mark.interpret
 def test_ctas_that_do_not_wait_for_what_they_add_to_race(monkeypatch):
-    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(diagonal.OwnTiles, "await_others", lambda own: None)
-    monkeypatch.setattr(diagonal.OwnTiles, "await_flags", lambda own: None)
+    monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(dq_sums.OwnTiles, "await_others", lambda own: None)
+    monkeypatch.setattr(dq_sums.OwnTiles, "await_flags", lambda own: None)
     with pytest.raises(RaceError, match="reduction of"), race_checked():
         checks.run(checks.bind(BACKEND), DIAGONAL[0])
 
@@ -161,7 +161,7 @@ def test_ctas_that_do_not_wait_for_what_they_add_to_race(monkeypatch):
 def test_sections_of_a_persistent_grid(monkeypatch):
     """Runs nine pairs, two at a time but for the last, with two KV blocks each, on four CTAs."""
     case, blocks = PERSISTENT_SECTIONS, {"fused": {"persistent_clusters": 4}}
-    monkeypatch.setattr(tiles, "AT_ONCE_BYTES", 2 * 8 * case.T * case.H)
+    monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 2 * 8 * case.T * case.H)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND, blocks), case)
 
@@ -192,10 +192,10 @@ def test_rotated_lists(monkeypatch, case):
 @pytest.mark.parametrize("ctas", [1, 2, 200])
 def test_zeros_reach_the_end(monkeypatch, ctas):
     """Clears tiles of 128 rows, the last with 72 rows or 96; more tiles than CTAs, and fewer."""
-    monkeypatch.setattr(kernel, "ZEROS_CTAS", ctas)
+    monkeypatch.setattr(dq_sums, "ZEROS_CTAS", ctas)
     shapes = [(2, 70, 3, 128), (1, 32, 192)]
     with race_checked():
-        found = kernel.zeros(shapes, True, np.ones(3, np.float32))
+        found = dq_sums.zeros(shapes, True, np.ones(3, np.float32))
     for x, shape in zip(found, shapes, strict=True):
         np.testing.assert_array_equal(x, np.zeros(shape, np.float32))
 

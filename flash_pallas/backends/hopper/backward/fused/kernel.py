@@ -15,7 +15,7 @@ that of `Lockstep` or `PingPong`, below it.
 
 dK and dV stay in registers for all Q tiles. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add, or
-stores it where no CTA has added before (diagonal.py). The order of those adds differs from run to
+stores it where no CTA has added before (dq_sums.py). The order of those adds differs from run to
 run, and with it the last bits of dQ; backward/split has the deterministic pair. The gradient of a
 bias may be added up here too: dbias.py.
 
@@ -31,7 +31,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -46,7 +45,7 @@ from .....core.mask import Limits
 from .....core.problem import Operands, Problem
 from .....core.scores import HIDING, TileInputs
 from ....gpu import score_tile
-from ....gpu.launch import WARPGROUP_ROWS, float32
+from ....gpu.launch import WARPGROUP_ROWS
 from ....gpu.launch import launch as launch_kernel
 from ....gpu.ptx import infinities, inline
 from ....gpu.ptx.inline import WARP, WARPGROUP
@@ -55,10 +54,10 @@ from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.far_rows import Part
 from ...common.pipeline import Padding, Ring, loader, rows_of, warpgroup_rows
+from .. import dq_sums
+from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileList, QTileRange
-from . import diagonal
 from .dbias import gradient_of_bias, sum_dbias
-from .diagonal import OwnTiles
 from .launches import FusedCta, KvTile, Launch, by_heads, launches_of, origins, summed
 from .tiles import (
     WARPGROUPS,
@@ -984,50 +983,6 @@ def end_inline_loads(cta: FusedCta):
         cta.do.drain(cta.q_tiles.total)
 
 
-# --- Zeros to add to: 134 MB in 32 us on an H200, where XLA takes 40 ------------------------------
-
-ZEROS_CTAS = 2 * 132  # as many SMs as an H200 has; half and twice as many take as long
-ZEROS_TILE = (128, 64)  # 32 KB, to be copied by TMA; twice as many bytes: 33 us
-
-
-def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
-    """Returns f32[shape] of zeros, for each shape, cleared in one launch.
-
-    Args:
-        shapes: shapes of a multiple of 64 elements each.
-        interpret: run under the interpreter.
-        after: an array that must exist before. XLA would otherwise clear early what is needed late.
-    """
-    lines = [math.prod(shape) // ZEROS_TILE[1] for shape in shapes]
-    ctas = min(sum(pl.cdiv(rows, ZEROS_TILE[0]) for rows in lines), ZEROS_CTAS)
-    run = launch_kernel(
-        functools.partial(_clear, ctas),
-        out=[float32((rows, ZEROS_TILE[1])) for rows in lines],
-        scratch=[plgpu.SMEM(ZEROS_TILE, jnp.float32)],
-        grid={"cta": ctas},
-        threads=1,
-        name="flash_pallas_zeros",
-        interpret=interpret,
-    )
-    return [x.reshape(shape) for x, shape in zip(run(after), shapes, strict=True)]
-
-
-def _clear(ctas: int, _, *refs):
-    """Clears every `ctas`-th tile of each array; TMA writes nothing past the end of the last."""
-    *arrays, tile = refs
-    layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)
-    tile[...] = plgpu.layout_cast(jnp.zeros(ZEROS_TILE, jnp.float32), layout)
-    plgpu.commit_smem()
-    cta, rows = lax.axis_index("cta"), ZEROS_TILE[0]
-    for out in arrays:
-
-        @pl.loop(cta, jnp.int32(pl.cdiv(out.shape[0], rows)), step=jnp.int32(ctas))
-        def _(n, out=out):
-            plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(n * rows, rows)])
-
-    plgpu.wait_smem_to_gmem(0)
-
-
 # --- One call: its arrays, its launches one after the other, its gradients ------------------------
 
 # Last element of `origin`. XLA computes a constant that is an arithmetic progression in a launch of
@@ -1075,7 +1030,7 @@ def backward_fused(
         dbias = lax.empty(problem.bias_shape, problem.bias_dtype)
     if len(starts) == 1:
         results, dbias = portion(results, dbias, gmem)
-        dq = scaled_dq(problem, results["dq"])
+        dq = dq_sums.scaled_dq(problem, results["dq"])
     else:
         dq = lax.empty((*arrays.q.shape[:3], problem.head_dim), problem.dtype)
         portion = jax.jit(portion)  # all but the first are traced once
@@ -1086,7 +1041,8 @@ def backward_fused(
             origin = jnp.array((*start, NO_PROGRESSION), jnp.int32)
             results, dbias = portion(results, dbias, gmem._replace(origin=origin))
             place = start[0], 0, start[1] * problem.group, 0
-            dq = lax.dynamic_update_slice(dq, scaled_dq(problem, results.pop("dq")), place)
+            scaled = dq_sums.scaled_dq(problem, results.pop("dq"))
+            dq = lax.dynamic_update_slice(dq, scaled, place)
     if dbias is None and "dbias" in results:
         dbias = gradient_of_bias(problem, results["dbias"])
     dk, dv = results["dk"], results["dv"]
@@ -1112,10 +1068,12 @@ def run_portion(
         shapes = launch.result_shapes(arrays)
         kept = {name: results[name] for name in shapes if name in results}
         if launch.stores_dq:
-            kept |= diagonal.cleared(launch, shapes)
+            kept |= dq_sums.cleared(launch, shapes)
         if cleared := [name for name in ("dq", "dbias") if name in shapes and name not in kept]:
             sizes = [shapes[name].shape for name in cleared]
-            kept |= zip(cleared, zeros(sizes, launch.interpret, results.get("dk")), strict=True)
+            kept |= zip(
+                cleared, dq_sums.zeros(sizes, launch.interpret, results.get("dk")), strict=True
+            )
         made = {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
         run = functools.partial(run_launch, launch, arrays, gmem, tuple(made))
         kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
@@ -1142,7 +1100,7 @@ def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, nam
     run = launch_kernel(
         functools.partial(kernel, launch, names, kept),
         out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
-        scratch=(diagonal.with_barriers(smem) if launch.stores_dq else smem,),
+        scratch=(dq_sums.with_barriers(smem) if launch.stores_dq else smem,),
         grid=launch.grid,
         cluster=pipeline.cluster_axes(launch.blocks.bias_cluster),
         threads=WARPGROUPS + launch.blocks.producer + launch.blocks.sums_bias,
@@ -1161,8 +1119,3 @@ def put_dbias(launch: Launch, results, dbias, gmem: BackwardArrays):
     dbias = lax.dynamic_update_slice(dbias, part, (0, head, 0, first_key))
     other_results = {name: x for name, x in results.items() if name != "dbias"}
     return lax.optimization_barrier((other_results, dbias))
-
-
-def scaled_dq(problem: Problem, sums):
-    """Returns dQ in the problem's dtype, from its float32 sums without the scale."""
-    return (sums * problem.spec.scale).astype(problem.dtype)

@@ -21,15 +21,14 @@ from ...common import pipeline, tile_lists
 from ...common.auxiliary_inputs import Place
 from ...common.far_rows import Part, leaves_calls, leaves_in_backward, parts
 from ...common.pipeline import Ring, fits
+from .. import dq_sums
+from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileList, QTileRange
-from . import diagonal
-from .diagonal import OwnTiles
 from .tiles import (
     FusedBlocks,
     FusedSmem,
     for_far_rows,
     may_sum_bias,
-    pairs_at_once,
     scratch,
     without_sums,
 )
@@ -88,7 +87,7 @@ class Launch:
     @property
     def at_once(self) -> int:
         """Number of pairs in a section."""
-        return pairs_at_once(self.problem, self.pairs, self.blocks.bias_cluster)
+        return dq_sums.pairs_at_once(self.problem, self.pairs, self.blocks.bias_cluster)
 
     @property
     def sections(self) -> int:
@@ -97,8 +96,19 @@ class Launch:
 
     @property
     def stores_dq(self) -> bool:
-        """True if CTAs store dQ of the queries at their keys' positions: see diagonal.py."""
-        return diagonal.applies(self)
+        """True if CTAs store dQ of the queries at their keys' positions: see dq_sums.py."""
+        problem, blocks = self.problem, self.blocks
+        once = blocks.num_launches == blocks.kv_launches == blocks.split_q == 1
+        return (
+            once
+            and blocks.bias_cluster == 1
+            and blocks.producer
+            and blocks.mask_all
+            and not (blocks.persistent or blocks.stagger)
+            and self.part in (Part.ALL, Part.NEAR)
+            and dq_sums.allowed(problem, self.num_blocks, self.sections)
+            and fits(dq_sums.with_barriers(scratch(problem, blocks)))
+        )
 
     @property
     def total(self) -> int:
@@ -147,7 +157,7 @@ class Launch:
         within = lax.axis_index("pair") * size + pipeline.cluster_rank(size)
         pair, block = lax.axis_index("section") * self.at_once + within, lax.axis_index("kv")
         if self.stores_dq:
-            block = diagonal.block_of(self, block)
+            block = dq_sums.block_of(self, block)
         return pair, block + self.first_block
 
     def pair_of(self, batch, kv_head):
@@ -216,7 +226,7 @@ class Launch:
             dq      f32[entries, T8, N, D] of the batch entries and heads of this launch: sums
             dk, dv  [B, S8, K, D]; with split-Q f32[parts, B, S up to whole tiles, K, D]
             dbias   f32[Bb, Nb, S, T], up to whole tiles: sums; only with bias_cluster
-            stored  i32[pairs]: flags of diagonal.py; only with stores_dq
+            stored  i32[pairs]: flags of dq_sums.py; only with stores_dq
 
         `arrays`: operands, whose q, k and v have the shapes of gradients.
         """
@@ -231,7 +241,7 @@ class Launch:
             dk = dv = float32((blocks.split_q, *keys))
         shapes = {"dq": float32(sums), "dk": dk, "dv": dv}
         if self.stores_dq:
-            shapes["stored"] = diagonal.flags(self.pairs)
+            shapes["stored"] = dq_sums.flags(self.pairs)
         if blocks.sums_bias:
             entries, heads = problem.bias_shape[:2]
             if by_heads(problem, blocks):
@@ -639,9 +649,9 @@ class FusedCta:
 
     @property
     def own_tiles(self) -> OwnTiles:
-        """The dQ tiles that this CTA stores: see diagonal.py."""
+        """The dQ tiles that this CTA stores: see dq_sums.py."""
         launch, smem, total = self.launch, self.smem, self.q_tiles.total
-        count, flags = diagonal.num_stored(launch, total), self.results["stored"]
+        count, flags = dq_sums.num_stored(launch, total), self.results["stored"]
 
         def place():
             # The compiler would compute what these warps share with others before the branch, and

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .....core import integers as ints
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common import pipeline
@@ -135,22 +134,6 @@ class FusedBlocks:
     def smem_bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA, for the head dim that the kernel runs."""
         return shared_memory(scratch(problem, self))
-
-
-# bf16, H200, B = 128, T = 2048, 4 heads: 1.40x (head dim 64) and 1.17x (32) with 4 to 32 MB instead
-# of all entries' 128 and 64 MB, which L2 does not keep from one KV tile to the next.
-AT_ONCE_BYTES = 16 << 20
-
-
-def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
-    """Returns how many of a launch's pairs are worked on at one time: whole clusters of CTAs.
-
-    Q, dO and the float32 dQ of one query head of each pair stay in L2. All sections of the pairs
-    are equally large, except for the last.
-    """
-    most = max(1, AT_ONCE_BYTES // (8 * problem.q_len * problem.head_dim))
-    sections = -(-pairs // most)
-    return ints.round_up(-(-pairs // sections), cluster)
 
 
 CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
@@ -410,7 +393,7 @@ class FusedSmem(NamedTuple):
     turn: Any = None  # with ping-pong under the interpreter: one per warpgroup
     dq_full: Any = None  # one per warpgroup
     dq_empty: Any = None  # one per warpgroup
-    stored: Any = None  # diagonal.py: what this CTA stores of dQ lies in device memory
+    stored: Any = None  # dq_sums.py: what this CTA stores of dQ lies in device memory
     others_stored: Any = None  # what other CTAs store of dQ lies there
     padded_full: Any = None  # a tile whose padding is to be zeroed
     summed_full: Any = None  # with bias_cluster: a slot of dS, each warpgroup

@@ -12,7 +12,7 @@ the columns of dQ for all 128 keys:
 
 dQ of a tile is computed in the step after it, so that the other CTA's dS has a step to arrive. The
 order in which pairs add to dQ differs from run to run, and with it the last bits; backward/split is
-deterministic. Where no CTA has added before, dQ is stored: see backward/fused/diagonal.py.
+deterministic. Where no CTA has added before, dQ is stored: see backward/dq_sums.py.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from ....gpu.launch import WARPGROUP_ROWS, float32, launch
 from ....gpu.ptx import inline
 from ...common import pipeline
 from ...common.pipeline import Ring, hidden, rows_of
-from ..fused import diagonal
-from ..fused.diagonal import OwnTiles
-from ..fused.kernel import scaled_dq, zeros
-from ..fused.tiles import pairs_at_once
+from .. import dq_sums
+from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileRange, mask_everywhere
 from ..split.dkv import DK_WARPGROUP, DV_WARPGROUP, PRODUCER, DkvCta, DkvKernel, DkvLoads
 from .exchange import Exchange, stand_in
@@ -110,7 +108,7 @@ class PairedKernel(DkvKernel):
     @property
     def at_once(self) -> int:
         """Number of pairs of a batch entry and a KV head that are worked on at one time."""
-        return pairs_at_once(self.problem, self.pairs)
+        return dq_sums.pairs_at_once(self.problem, self.pairs)
 
     @property
     def pairs(self) -> int:
@@ -129,7 +127,7 @@ class PairedKernel(DkvKernel):
 
     @property
     def stores_dq(self) -> bool:
-        """True if CTAs store dQ of the queries at their keys' positions: fused/diagonal.py."""
+        """True if CTAs store dQ of the queries at their keys' positions: backward/dq_sums.py."""
         return stores_dq(self.problem, self.blocks)
 
     @property
@@ -145,7 +143,7 @@ class PairedKernel(DkvKernel):
         batch, kv_head = lax.rem(pair, batches), lax.div(pair, batches)
         block, rank = lax.axis_index("kv"), pipeline.cluster_rank(PAIR)
         if self.stores_dq:
-            block = diagonal.block_of(self, block)
+            block = dq_sums.block_of(self, block)
         exchange = Exchange(
             ds=smem.ds,
             arrived=smem.arrived,
@@ -194,7 +192,7 @@ class PairedKernel(DkvKernel):
             return unknown(cta.block), pair * PAIR + unknown(cta.rank)
 
         return OwnTiles(
-            count=diagonal.num_stored(self, total),
+            count=dq_sums.num_stored(self, total),
             total=total,
             flags=flags,
             place=place,
@@ -464,10 +462,10 @@ def backward_paired(
         out_shapes.append(stand_in(*places, dtype=problem.dtype))
 
     if kernel.stores_dq:
-        shapes = {"dq": sums, "stored": diagonal.flags(kernel.pairs * PAIR)}
-        cleared = diagonal.cleared(kernel, shapes)
+        shapes = {"dq": sums, "stored": dq_sums.flags(kernel.pairs * PAIR)}
+        cleared = dq_sums.cleared(kernel, shapes)
     else:
-        cleared = {"dq": zeros([sums.shape], interpret)[0]}
+        cleared = {"dq": dq_sums.zeros([sums.shape], interpret)[0]}
 
     def run(refs):
         kept, *out = refs
@@ -486,4 +484,4 @@ def backward_paired(
 
     empty = [jnp.zeros(x.shape, x.dtype) for x in out_shapes[:2]]  # XLA drops them
     kept, dk, dv = pl.run_state(run)((cleared, *empty))
-    return scaled_dq(problem, kept["dq"]), dk, dv
+    return dq_sums.scaled_dq(problem, kept["dq"]), dk, dv

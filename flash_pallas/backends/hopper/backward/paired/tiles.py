@@ -15,8 +15,8 @@ from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ...common.pipeline import fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
-from ..fused import diagonal
-from ..fused.tiles import FUSED_HEAD_DIMS, pairs_at_once
+from .. import dq_sums
+from ..fused.tiles import FUSED_HEAD_DIMS
 from ..operands import BackwardArrays
 from ..split.tiles import native_head_dim
 
@@ -114,24 +114,24 @@ class PairedBarriers(NamedTuple):
     dq_full: Any  # [2], a warpgroup has left its part
     dq_empty: Any  # [2], a warpgroup may leave its next part
     met: Any
-    stored: Any = None  # backward/fused/diagonal.py: what this CTA stores lies in device memory
+    stored: Any = None  # backward/dq_sums.py: what this CTA stores lies in device memory
     others_stored: Any = None  # what other CTAs store lies there
 
 
 def num_sections(problem: Problem) -> int:
     """Returns the number of sections of the pairs of a batch entry and a KV head."""
     pairs = problem.batch * problem.kv_heads
-    return pl.cdiv(pairs, pairs_at_once(problem, pairs))
+    return pl.cdiv(pairs, dq_sums.pairs_at_once(problem, pairs))
 
 
 def may_store_dq(problem: Problem) -> bool:
     """Returns whether CTAs with one loop store dQ of the queries at their keys' positions."""
     num_blocks = pl.cdiv(problem.kv_len, PairedBlocks.block_kv)
-    return diagonal.allowed(problem, num_blocks, num_sections(problem))
+    return dq_sums.allowed(problem, num_blocks, num_sections(problem))
 
 
 def stores_dq(problem: Problem, blocks: PairedBlocks) -> bool:
-    """Returns whether CTAs with these options store dQ; see backward/fused/diagonal.py."""
+    """Returns whether CTAs with these options store dQ; see backward/dq_sums.py."""
     return blocks.mask_all and not blocks.stagger and may_store_dq(problem)
 
 
@@ -184,7 +184,7 @@ def paired_scratch(
         dq_empty=bar(num_barriers=WARPGROUPS),
         met=bar(num_arrivals=WARPGROUPS),
     )
-    return smem, diagonal.with_barriers(bars) if stores_dq(problem, blocks) else bars
+    return smem, dq_sums.with_barriers(bars) if stores_dq(problem, blocks) else bars
 
 
 def swizzle_of_k(problem: Problem, arrays: BackwardArrays | None) -> int:

@@ -1,12 +1,13 @@
-"""dQ without zeros: under a causal mask a CTA stores dQ of the queries at its keys' positions.
+"""dQ in device memory: float32 sums to which CTAs add, or which they store.
 
-The float32 buffer to which CTAs add dQ would otherwise be cleared by a launch of its own, 134 MB at
-16k tokens of 2,048 columns, which takes 32 of 490 us at T=1024, head dim 128 (H200). A causal CTA
-starts with the queries at its keys' positions. It stores their dQ and sets its flag, a bit in a
-word of its pair of a batch entry and a KV head. Then it adds to dQ of later queries, which other
-CTAs have stored: those of later keys, for whose flags it waits once. In a section the CTAs of the
-last keys start first, so a CTA waits only on CTAs that have already started. GPUs start CTAs in the
-order of the grid; CUDA does not promise it.
+Some pairs of a KV head and a batch entry are worked on at one time, so that their sums stay in L2
+(`pairs_at_once`). Either a launch clears the sums first (`zeros`), which takes 32 of 490 us at
+T=1024, head dim 128 (134 MB of 16k tokens, H200). Or, under a causal mask, CTAs store what no CTA
+has added to before: a CTA starts with the queries at its keys' positions. It stores their dQ and
+sets its flag, a bit in a word of its pair of a batch entry and a KV head. Then it adds to dQ of
+later queries, which other CTAs have stored: those of later keys, for whose flags it waits once. In
+a section the CTAs of the last keys start first, so a CTA waits only on CTAs that have already
+started. GPUs start CTAs in the order of the grid; CUDA does not promise it.
 
 The loops of the last keys are the shortest. The last section has the longest loops first, so that
 no SM is idle at the end; its dQ is cleared, and all of its CTAs add (`clears_last`).
@@ -14,6 +15,8 @@ no SM is idle at the end; its dQ is cleared, and all of its CTAs add (`clears_la
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,33 +26,84 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .....core.problem import Problem
-from ....gpu.ptx import inline
-from ...common.far_rows import Part
-from ...common.pipeline import fits
-from .tiles import scratch
+from ....core import integers as ints
+from ....core.problem import Problem
+from ...gpu.launch import float32, launch
+from ...gpu.ptx import inline
+
+# --- Sections: pairs of a KV head and a batch entry that are worked on at one time ----------------
+
+# bf16, H200, B = 128, T = 2048, 4 heads: 1.40x (head dim 64) and 1.17x (32) with 4 to 32 MB instead
+# of all entries' 128 and 64 MB, which L2 does not keep from one KV tile to the next.
+AT_ONCE_BYTES = 16 << 20
+
+
+def pairs_at_once(problem: Problem, pairs: int, cluster: int = 1) -> int:
+    """Returns how many of a launch's pairs are worked on at one time: whole clusters of CTAs.
+
+    Q, dO and the float32 dQ of one query head of each pair stay in L2. All sections of the pairs
+    are equally large, except for the last.
+    """
+    most = max(1, AT_ONCE_BYTES // (8 * problem.q_len * problem.head_dim))
+    sections = -(-pairs // most)
+    return ints.round_up(-(-pairs // sections), cluster)
+
+
+# --- Zeros to add to: 134 MB in 32 us on an H200, where XLA takes 40 ------------------------------
+
+ZEROS_CTAS = 2 * 132  # as many SMs as an H200 has; half and twice as many take as long
+ZEROS_TILE = (128, 64)  # 32 KB, to be copied by TMA; twice as many bytes: 33 us
+
+
+def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
+    """Returns f32[shape] of zeros, for each shape, cleared in one launch.
+
+    Args:
+        shapes: shapes of a multiple of 64 elements each.
+        interpret: run under the interpreter.
+        after: an array that must exist before. XLA would otherwise clear early what is needed late.
+    """
+    lines = [math.prod(shape) // ZEROS_TILE[1] for shape in shapes]
+    ctas = min(sum(pl.cdiv(rows, ZEROS_TILE[0]) for rows in lines), ZEROS_CTAS)
+    run = launch(
+        functools.partial(_clear, ctas),
+        out=[float32((rows, ZEROS_TILE[1])) for rows in lines],
+        scratch=[plgpu.SMEM(ZEROS_TILE, jnp.float32)],
+        grid={"cta": ctas},
+        threads=1,
+        name="flash_pallas_zeros",
+        interpret=interpret,
+    )
+    return [x.reshape(shape) for x, shape in zip(run(after), shapes, strict=True)]
+
+
+def _clear(ctas: int, _, *refs):
+    """Clears every `ctas`-th tile of each array; TMA writes nothing past the end of the last."""
+    *arrays, tile = refs
+    layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)
+    tile[...] = plgpu.layout_cast(jnp.zeros(ZEROS_TILE, jnp.float32), layout)
+    plgpu.commit_smem()
+    cta, rows = lax.axis_index("cta"), ZEROS_TILE[0]
+    for out in arrays:
+
+        @pl.loop(cta, jnp.int32(pl.cdiv(out.shape[0], rows)), step=jnp.int32(ctas))
+        def _(n, out=out):
+            plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(n * rows, rows)])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def scaled_dq(problem: Problem, sums):
+    """Returns dQ in the problem's dtype, from its float32 sums without the scale."""
+    return (sums * problem.spec.scale).astype(problem.dtype)
+
+
+# --- The launch: whether CTAs store dQ, in which order they start ---------------------------------
+# `launch`: a Launch of fused/launches.py, or a PairedKernel, which has the same attributes.
 
 # Flags of a pair are bits of a word. Up to head dim 64, T=4096 gains nothing: 1.000 of the time,
 # and 1.03 with ALiBi.
 MOST_BLOCKS, MOST_BLOCKS_64 = 32, 16
-
-# --- The launch: whether CTAs store dQ, in which order they start ---------------------------------
-# `launch`: a launches.Launch, or a PairedKernel of backward/paired, which has the same attributes.
-
-
-def applies(launch: Any) -> bool:
-    """Returns whether CTAs of a launch store dQ of the queries at their keys' positions."""
-    problem, blocks = launch.problem, launch.blocks
-    once = blocks.num_launches == blocks.kv_launches == blocks.split_q == blocks.bias_cluster == 1
-    return (
-        once
-        and blocks.producer
-        and blocks.mask_all
-        and not (blocks.persistent or blocks.stagger)
-        and launch.part in (Part.ALL, Part.NEAR)
-        and allowed(problem, launch.num_blocks, launch.sections)
-        and fits(with_barriers(scratch(problem, blocks)))
-    )
 
 
 def allowed(problem: Problem, num_blocks: int, sections: int) -> bool:
