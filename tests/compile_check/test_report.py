@@ -25,8 +25,10 @@ from flash_pallas.backends.gpu import ahead, jax_compat
 from flash_pallas.backends.gpu.jax_compat import trades_registers
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import tiling as tiles
+from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
+from ..test_new_kernel import SHAPES, MaxLogit
 from . import budget, checking, compare, portable_rows, report, rows
 from .device import (
     A100,
@@ -412,6 +414,17 @@ def test_the_reproduction_for_upstream_says_the_same(tmp_path):
     trades = trades_registers()
     assert (b"(C7504)" in printed) != trades
     assert (b"Used 232 registers" in printed) == trades
+
+
+@pytest.mark.compile
+def test_the_example_of_a_new_kernel_does_not_spill(tmp_path):
+    """Compiles the kernel of docs/internals/new-kernel.md in its largest form."""
+    q, k, bias = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in SHAPES)
+    operands, spec = Operands(q, k, k, bias=bias), AttentionSpec(0.125, Mask(40, 10), softcap=5.0)
+    with dump_to(tmp_path, find_tools()):
+        compile_for(H200, MaxLogit(describe(operands, spec)).run, operands)
+    (kernel,) = report.take(tmp_path)
+    assert kernel.faults(H200, allowed_spills=0) == []
 
 
 @pytest.mark.compile

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core.integers import round_up
@@ -165,6 +166,15 @@ class Matmuls:
         for i, left in enumerate(lefts):
             for right in rights[: self.parts - i]:
                 plgpu.wgmma(accumulator, left, right)
+
+    def scores(self, q, k):
+        """Computes q @ k^T and waits for it, f32 in registers; both are operands of `multiply`."""
+
+        def product(accumulator):
+            self.multiply(accumulator, q, k, transposed=True)
+            return plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
+
+        return pl.run_scoped(product, plgpu.ACC((q.shape[0], k.shape[0]), jnp.float32))
 
 
 def _halves(x):

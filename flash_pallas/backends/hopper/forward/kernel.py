@@ -226,12 +226,7 @@ def consume(cta: ForwardCta):
     tile = tile._replace(fragments=cta.row_fragments(tile))
     plgpu.barrier_wait(smem.q_full.at[cta.wg])
     cta.k.wait_full(first)
-
-    def qk(s_acc):
-        plan.matmuls.multiply(s_acc, smem.q.at[cta.wg], smem.k.at[0], transposed=True)
-        return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-
-    s = pl.run_scoped(qk, score_accumulator(plan))
+    s = plan.matmuls.scores(smem.q.at[cta.wg], smem.k.at[0])
     rows = first_softmax(seen, tile, s, first)
     p = plan.matmuls.split(rows.p)
     rows = rows._replace(p=p, only=joined(plan, None, p, "last"))
