@@ -65,8 +65,8 @@ class MaxLogit:
         q, k = (self.matmuls.operand(x, problem.head_dim) for x in (operands.q, operands.k))
         out = launch.float32((problem.batch, problem.q_heads, q_tiles * BLOCK_Q))
         grid = {"q_tile": q_tiles, "head": problem.q_heads, "batch": problem.batch}
-        how = {"threads": WARPGROUPS + 1, "name": "max_logit", "interpret": self.interpret}
-        call = launch.launch(self, out=out, scratch=(self.scratch(),), grid=grid, **how)
+        options = {"threads": WARPGROUPS + 1, "name": "max_logit", "interpret": self.interpret}
+        call = launch.launch(self, out=out, scratch=(self.scratch(),), grid=grid, **options)
         return call((q, k, self.aux.arrays(operands)))[:, :, : problem.q_len]
 
     def __call__(self, gmem, out, smem: Smem):
