@@ -27,8 +27,8 @@ from .interpreter import race_checked
 
 WARPGROUPS, ROWS, BLOCK_KV, STAGES = 2, launch.WARPGROUP_ROWS, 128, 2
 BLOCK_Q = WARPGROUPS * ROWS
-Smem = collections.namedtuple("Smem", "q k aux q_full k_full k_empty")
-Cta = collections.namedtuple("Cta", "gmem out smem ring place kv_tiles")
+Smem = collections.namedtuple("Smem", "q k aux q_full ring")
+Cta = collections.namedtuple("Cta", "gmem out smem place kv_tiles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,7 @@ class MaxLogit:
             k=self.matmuls.buffer((STAGES, BLOCK_KV, self.problem.head_dim)),
             aux=self.aux.buffers(STAGES, BLOCK_Q, BLOCK_KV),
             q_full=plgpu.Barrier(),
-            k_full=plgpu.Barrier(num_arrivals=1 + self.aux.copies, num_barriers=STAGES),
-            k_empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+            ring=Ring.declare(STAGES, copies=1 + self.aux.copies, readers=WARPGROUPS),
         )
 
     def run(self, operands: Operands):
@@ -74,13 +73,13 @@ class MaxLogit:
         place = Place(batch, head, tile * BLOCK_Q, 0, BLOCK_Q, BLOCK_KV)
         mask, position = self.problem.spec.mask, place.row_start + self.problem.spec.q_offset
         kv_tiles = mask.kv_blocks(position, BLOCK_Q, self.problem.kv_len, BLOCK_KV)
-        cta = Cta(gmem, out, smem, Ring(smem.k_full, smem.k_empty, STAGES), place, kv_tiles)
+        cta = Cta(gmem, out, smem, place, kv_tiles)
         pl.when(wg < WARPGROUPS)(lambda: self.consume(cta, warpgroup_rows(wg)))
         pl.when(wg == WARPGROUPS)(lambda: self.produce(cta))
 
     def produce(self, cta: Cta):
         """Loads Q, then K tile by tile with what modifiers read: the producer warpgroup."""
-        (q, k, aux), smem, ring, place = cta.gmem, cta.smem, cta.ring, cta.place
+        (q, k, aux), smem, ring, place = cta.gmem, cta.smem, cta.smem.ring, cta.place
         queries = place.batch, pl.ds(place.row_start, BLOCK_Q), place.head
         plgpu.copy_gmem_to_smem(q.at[queries], smem.q, smem.q_full)
         kv_head = lax.div(place.head, jnp.int32(self.problem.group))
@@ -110,15 +109,15 @@ class MaxLogit:
     def step(self, cta: Cta, own, fragments, masked: bool, kv_tile, most):
         """Raises the row maxima to those of one more tile of K."""
         spec, smem, n = self.problem.spec, cta.smem, kv_tile - cta.kv_tiles.start
-        slot, q_start = cta.ring.slot(n), cta.place.row_start + own.start + spec.q_offset
+        slot, q_start = smem.ring.slot(n), cta.place.row_start + own.start + spec.q_offset
         shape, kv_start = (ROWS, BLOCK_KV), kv_tile * BLOCK_KV
         tile = score_tile.RegisterTile(q_start, kv_start, shape, interpret=self.interpret)
         limits = tile.limits(spec.mask, self.problem.kv_len) if masked else Limits()
-        cta.ring.wait_full(n)
+        smem.ring.wait_full(n)
         s = self.matmuls.scores(smem.q.at[own], smem.k.at[slot])  # (1) S = Q K^T
         inputs = self.aux.inputs(fragments, smem.aux, slot, shape, own)
         x = score_tile.logits(spec, tile, s, inputs, limits).x  # scaled, modified and masked
-        cta.ring.release(n)
+        smem.ring.release(n)
         return jnp.maximum(most, x.max(axis=1))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,14 +27,45 @@ SMEM_LIMIT = 232_448  # bytes a CTA may use on Hopper
 SWIZZLES = (128, 64, 32)  # bytes; a row of a tile in shared memory is a multiple of one of them
 
 
-class Ring(NamedTuple):
-    """Ring of slots that a producer fills and consumers empty, in turn."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["full", "empty"],
+    meta_fields=["slots", "hides_slot", "refill", "before"],
+)
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Ring of slots that a producer fills and consumers empty, in turn.
+
+    A kernel declares it among its shared memory (`declare`), and gets it back with the barriers.
+
+    Attributes:
+        full: barriers of the fills, one a slot.
+        empty: barriers of the releases, one a slot; None where no slot is filled twice.
+        slots: number of slots.
+        hides_slot: the index of a slot is found anew in every use, see `hidden`.
+        refill: called with the next fill of a released slot.
+        before: uses before the one that is counted as number 0.
+    """
 
     full: Any
     empty: Any
     slots: int
-    refill: Callable[[Any], Any] | None = None  # called with the next fill of a released slot
-    before: Any = 0  # uses before the one that is counted as number 0
+    hides_slot: bool = False
+    refill: Callable[[Any], Any] | None = None
+    before: Any = 0
+
+    @classmethod
+    def declare(cls, slots: int, *, copies: int = 1, readers: int = 1, cluster: int = 1) -> Ring:
+        """Declares the barriers of a ring.
+
+        Args:
+            slots: number of slots.
+            copies: arrivals that make a fill: copies into a slot, or warpgroups that write there.
+            readers: warpgroups that release a slot, of each CTA; 0 where no slot is filled twice.
+            cluster: number of CTAs that release it.
+        """
+        full = plgpu.Barrier(num_arrivals=copies, num_barriers=slots)
+        return cls(full, empty_barrier(cluster, readers, slots) if readers else None, slots)
 
     def use(self, n):
         """Returns the number of the n-th use among all uses."""
@@ -39,7 +73,8 @@ class Ring(NamedTuple):
 
     def slot(self, n):
         """Returns the slot of the n-th use."""
-        return ints.remainder(self.use(n), self.slots)
+        slot = ints.remainder(self.use(n), self.slots)
+        return hidden(slot) if self.hides_slot else slot
 
     def wait_full(self, n):
         """Waits, as a consumer, until the n-th fill has arrived."""

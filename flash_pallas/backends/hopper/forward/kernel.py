@@ -618,7 +618,9 @@ def refilling(cta: ForwardCta, ahead: Ahead) -> ForwardCta:
 
     def ring(plain: Ring, load) -> Ring:
         fill = functools.partial(fill_inline, cta, load, ahead)
-        return plain._replace(refill=lambda use: pl.when(loads_inline(cta))(lambda: fill(use)))
+        return dataclasses.replace(
+            plain, refill=lambda use: pl.when(loads_inline(cta))(lambda: fill(use))
+        )
 
     return dataclasses.replace(cta, k=ring(cta.k, load_k), v=ring(cta.v, load_v))
 

@@ -109,7 +109,7 @@ class DbiasKernel:
         """Loads everything that the n-th step reads."""
         slot, step = cta.ring.slot(n), steps[n]
         cta.ring.wait_empty(n)
-        sources, arrived = self.sources(cta, step), cta.bars.full.at[slot]
+        sources, arrived = self.sources(cta, step), cta.ring.full.at[slot]
         for name in LOADED:
             target = getattr(cta.smem, name).at[slot]
             # The CTAs of a cluster differ in their keys.
@@ -430,7 +430,7 @@ class DbiasCta:
     @property
     def ring(self) -> Ring:
         """Ring of the stages, each with all the tiles that a step reads."""
-        return Ring(self.bars.full, self.bars.empty, self.blocks.stages, self.refill)
+        return dataclasses.replace(self.bars.ring, refill=self.refill)
 
     def steps(self) -> DbiasSteps:
         """Returns the tiles of this CTA."""

@@ -11,9 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core.problem import Problem
 from ....gpu.bias_tiles import BiasTiles, parts_of
 from ....gpu.launch import WARPGROUP_ROWS
-from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed, wants_narrow_tiles
-from ...common.pipeline import fits, row_buffer, tile_buffer
+from ...common.pipeline import Ring, fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
 
@@ -155,11 +154,10 @@ class DbiasSmem(NamedTuple):
 
 
 class DbiasBarriers(NamedTuple):
-    """The mbarriers of one CTA; the empty ones count the warpgroups of a cluster."""
+    """The mbarriers of one CTA."""
 
     bias: Any
-    full: Any
-    empty: Any
+    ring: Ring  # of all tiles that a step reads
 
 
 def scratch(
@@ -204,7 +202,11 @@ def scratch(
     bar = plgpu.Barrier
     bars = DbiasBarriers(
         bias=bar() if sums.holds_bias else None,
-        full=bar(num_arrivals=len(LOADED) + sums.auxiliary.copies, num_barriers=stages),
-        empty=pipeline.empty_barrier(blocks.cluster, blocks.warpgroups, stages),
+        ring=Ring.declare(
+            stages,
+            copies=len(LOADED) + sums.auxiliary.copies,
+            readers=blocks.warpgroups,
+            cluster=blocks.cluster,
+        ),
     )
     return smem, bars

@@ -6,7 +6,7 @@ owns a part of the keys. It sends the other CTAs their parts, receives its own f
 up in float32, and adds that to the sum in device memory, a float32 array as large as the bias.
 
     ds          the slots of the kernel; a slot may be written again once all CTAs of the
-                cluster have added up what they got from it (summed_empty)
+                cluster have added up what they got from it (sums_ring)
     received    one slot; others may write to it once all have added up the tile before
 
 Compared with computing S and dP once more (backward/dbias), this saves two of seven matmuls

@@ -161,9 +161,9 @@ def cta_at(launch: Launch, refs, tile: KvTile, q_tiles: QTileRange | QTileList) 
         results=results,
         smem=smem,
         swizzles=swizzles_of_k_and_v(launch.problem, blocks, gmem),
-        q=Ring(smem.q_full, smem.q_empty, blocks.stages),
-        do=Ring(smem.do_full, smem.do_empty, blocks.do_stages),
-        kv=Ring(smem.kv_full, smem.kv_empty, blocks.kv_stages),
+        q=smem.q_ring,
+        do=smem.do_ring,
+        kv=smem.kv_ring,
         tile=tile,
         q_tiles=dataclasses.replace(q_tiles, opaque=blocks.ping_pong),
         wg=lax.axis_index("wg"),
@@ -816,13 +816,13 @@ def load_kv_tile(cta: FusedCta, kv_index):
 
 
 def load_kv(cta: FusedCta):
-    """Loads K and V of this KV tile into their slot; both copies arrive at `kv_full`."""
+    """Loads K and V of this KV tile into their slot; both copies arrive at its full barrier."""
     slot = cta.kv_slot
     keys = (cta.batch, pl.ds(cta.kv_start, cta.blocks.block_kv), cta.kv_head)
     block = lax.div(cta.kv_start, jnp.int32(cta.blocks.block_kv))
     load_k, load_v = loaders(cta, cta.gmem.kv_padding)
     source = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
-    k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.smem.kv_full.at[slot]
+    k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.kv.full.at[slot]
     load_k(source(cta.gmem.k, keys), k, full, cta.batch, block)
     load_v(source(cta.gmem.v, keys), v, full, cta.batch, block)
 
@@ -837,7 +837,7 @@ def load_q(cta: FusedCta, n, place):
     head, rows, block = place
     load_rows, slot = loaders(cta, cta.gmem.q_padding)[0], cta.q.slot(n)
     source = rows_of(cta.gmem.q, (cta.batch, rows, head), cta.smem.k)
-    full = cta.smem.q_full.at[slot]
+    full = cta.q.full.at[slot]
     cta.q.wait_empty(n)
     load_rows(source, cta.smem.q.at[slot], full, cta.batch, block)
     lse = cta.gmem.lse_log2.at[cta.batch, head, rows]
@@ -854,7 +854,7 @@ def load_do(cta: FusedCta, n, place):
     load_rows, slot = loaders(cta, cta.gmem.q_padding)[1], cta.do.slot(n)
     source = rows_of(cta.gmem.do, (cta.batch, rows, head), cta.smem.k)
     cta.do.wait_empty(n)
-    full = cta.smem.do_full.at[slot]
+    full = cta.do.full.at[slot]
     load_rows(source, cta.smem.do.at[slot], full, cta.batch, block)
     delta = cta.gmem.delta.at[cta.batch, head, rows]
     target, arrived = cta.smem.delta.at[slot], cta.smem.delta_full.at[slot]
@@ -968,7 +968,9 @@ def start_inline_loads(cta: FusedCta) -> FusedCta:
                     fill(load_tile, jnp.int32(n))
 
     def refilled(ring: Ring, load_tile: Callable):
-        return ring._replace(refill=lambda n: pl.when(loads)(lambda: fill(load_tile, n)))
+        return dataclasses.replace(
+            ring, refill=lambda n: pl.when(loads)(lambda: fill(load_tile, n))
+        )
 
     q, do = (refilled(*ring) for ring in rings)
     return dataclasses.replace(cta, q=q, do=do)

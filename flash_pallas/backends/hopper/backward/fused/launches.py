@@ -565,7 +565,9 @@ class FusedCta:
         cta = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
         before = cta.before
         return dataclasses.replace(
-            cta, q=self.q._replace(before=before), do=self.do._replace(before=before)
+            cta,
+            q=dataclasses.replace(self.q, before=before),
+            do=dataclasses.replace(self.do, before=before),
         )
 
     @property
@@ -591,8 +593,7 @@ class FusedCta:
     @property
     def sums(self) -> Ring:
         """The slots of dS, as a ring for the warpgroup that sums dS of a cluster."""
-        smem, slots = self.smem, self.smem.ds.shape[0]
-        return Ring(smem.summed_full, smem.summed_empty, slots, before=self.before)
+        return dataclasses.replace(self.smem.sums_ring, before=self.before)
 
     @property
     def of_whole_tiles(self) -> FusedCta:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
-from ...common.pipeline import fits, row_buffer, tile_buffer
+from ...common.pipeline import Ring, fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
 
@@ -381,12 +380,9 @@ class FusedSmem(NamedTuple):
     received: Any = None  # [rows, block_q]: parts of dS from the rest of a cluster
     arrived: Any = None  # an mbarrier, of what is received
     # mbarriers; those without a count have one arrival
-    kv_full: Any = None  # K and V
-    kv_empty: Any = None  # persistent: each warpgroup, whose dK and dV have been read
-    q_full: Any = None  # Q, lse and what modifiers read
-    q_empty: Any = None  # each warpgroup
-    do_full: Any = None
-    do_empty: Any = None  # each warpgroup
+    kv_ring: Any = None  # K and V; persistent: given back once dK and dV have been read
+    q_ring: Any = None  # Q, lse and what modifiers read
+    do_ring: Any = None
     delta_full: Any = None
     met: Any = None  # each warpgroup
     ds_ready: Any = None  # with ping-pong and halves of dQ: one per slot, each warpgroup
@@ -396,8 +392,7 @@ class FusedSmem(NamedTuple):
     stored: Any = None  # dq_sums.py: what this CTA stores of dQ lies in device memory
     others_stored: Any = None  # what other CTAs store of dQ lies there
     padded_full: Any = None  # a tile whose padding is to be zeroed
-    summed_full: Any = None  # with bias_cluster: a slot of dS, each warpgroup
-    summed_empty: Any = None  # and added up, by each CTA of the cluster
+    sums_ring: Any = None  # with bias_cluster: dS of both warpgroups, added up by each CTA
     receives: Any = None  # each CTA of the cluster
 
 
@@ -417,14 +412,13 @@ def scratch(
     """
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
-    bar, auxiliary = plgpu.Barrier, AuxiliaryInputs(problem, q_axis=1)
+    bar, ring, auxiliary = plgpu.Barrier, Ring.declare, AuxiliaryInputs(problem, q_axis=1)
     k_swizzle, v_swizzle = swizzles_of_k_and_v(problem, blocks, arrays)
     received = None
     if blocks.sums_bias:
         received = tile_buffer((blocks.received_rows, block_q), dtype, k_swizzle)
         if interpret:  # where whole tiles of float32 are added
             received = plgpu.SMEM((block_kv, block_q), jnp.float32)
-    cluster_barrier = functools.partial(pipeline.empty_barrier, blocks.bias_cluster)
     sums, may_pad = blocks.sums_bias, {"q_lengths", "kv_lengths", "kv_segments"} & problem.features
     return FusedSmem(
         q=tile_buffer((blocks.stages, block_q, head_dim), dtype, k_swizzle),
@@ -438,16 +432,14 @@ def scratch(
         auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
         received=received,
         arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
-        kv_full=bar(num_arrivals=2, num_barriers=blocks.kv_stages),
-        kv_empty=(
-            bar(num_arrivals=WARPGROUPS, num_barriers=blocks.kv_stages)
-            if blocks.persistent
-            else None
+        kv_ring=ring(blocks.kv_stages, copies=2, readers=WARPGROUPS * blocks.persistent),
+        q_ring=ring(
+            blocks.stages,
+            copies=2 + auxiliary.copies,
+            readers=WARPGROUPS,
+            cluster=blocks.bias_cluster,
         ),
-        q_full=bar(num_arrivals=2 + auxiliary.copies, num_barriers=blocks.stages),
-        q_empty=pipeline.empty_barrier(blocks.bias_cluster, WARPGROUPS, blocks.stages),
-        do_full=bar(num_barriers=blocks.do_stages),
-        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
+        do_ring=ring(blocks.do_stages, readers=WARPGROUPS),
         delta_full=bar(num_barriers=blocks.do_stages),
         met=bar(num_arrivals=WARPGROUPS),
         ds_ready=(
@@ -459,9 +451,10 @@ def scratch(
         dq_full=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         dq_empty=bar(num_barriers=WARPGROUPS) if blocks.producer else None,
         padded_full=bar() if may_pad else None,
-        summed_full=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.ds_stages) if sums else None,
-        summed_empty=cluster_barrier(1, blocks.ds_stages) if sums else None,
-        receives=cluster_barrier(1, 1) if sums else None,
+        sums_ring=(
+            ring(blocks.ds_stages, copies=WARPGROUPS, cluster=blocks.bias_cluster) if sums else None
+        ),
+        receives=pipeline.empty_barrier(blocks.bias_cluster, 1, 1) if sums else None,
     )
 
 

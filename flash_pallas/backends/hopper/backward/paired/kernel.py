@@ -33,7 +33,7 @@ from .....core.scores import TileInputs
 from ....gpu.launch import WARPGROUP_ROWS, float32, launch
 from ....gpu.ptx import inline
 from ...common import pipeline
-from ...common.pipeline import Ring, hidden, rows_of
+from ...common.pipeline import hidden, rows_of
 from .. import dq_sums
 from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileRange, mask_everywhere
@@ -52,13 +52,6 @@ from .tiles import (
 )
 
 LOAD_WARP, STORE_WARP, SIGNAL_WARP, WAIT_WARP = range(4)
-
-
-class PairedRing(Ring):
-    """Ring whose descriptors of operands are made in every step, not held over the loop."""
-
-    def slot(self, n):
-        return hidden(super().slot(n))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +155,9 @@ class PairedKernel(DkvKernel):
             dv=dv,
             smem=smem,
             bars=bars,
-            q=PairedRing(bars.q_full, bars.q_empty, self.blocks.stages),
-            do=PairedRing(bars.do_full, bars.do_empty, self.blocks.do_stages),
+            # Descriptors of operands are made in every step, not held over the loop.
+            q=dataclasses.replace(bars.q, hides_slot=True),
+            do=dataclasses.replace(bars.do, hides_slot=True),
             p=None,
             batch=batch,
             kv_head=kv_head,

@@ -13,7 +13,7 @@ from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
-from ...common.pipeline import fits, row_buffer, tile_buffer
+from ...common.pipeline import Ring, fits, row_buffer, tile_buffer
 from ...common.wgmma import Matmuls
 from .. import dq_sums
 from ..fused.tiles import FUSED_HEAD_DIMS
@@ -103,10 +103,8 @@ class PairedBarriers(NamedTuple):
 
     k_full: Any  # of K and k_other
     v_full: Any
-    q_full: Any
-    q_empty: Any
-    do_full: Any
-    do_empty: Any
+    q: Ring
+    do: Ring
     p_full: Any  # [SLOTS], as the next three
     ds_full: Any  # dS^T of this CTA is there; under the interpreter that of both
     ds_empty: Any  # all warpgroups of the pair have read it
@@ -172,10 +170,8 @@ def paired_scratch(
     bars = PairedBarriers(
         k_full=bar(num_arrivals=2),
         v_full=bar(),
-        q_full=bar(num_arrivals=2 + auxiliary.copies, num_barriers=blocks.stages),
-        q_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.stages),
-        do_full=bar(num_arrivals=2, num_barriers=blocks.do_stages),
-        do_empty=bar(num_arrivals=WARPGROUPS, num_barriers=blocks.do_stages),
+        q=Ring.declare(blocks.stages, copies=2 + auxiliary.copies, readers=WARPGROUPS),
+        do=Ring.declare(blocks.do_stages, copies=2, readers=WARPGROUPS),
         p_full=bar(num_barriers=SLOTS),
         ds_full=bar(num_barriers=SLOTS),
         ds_empty=pair_barrier(WARPGROUPS),

@@ -86,9 +86,9 @@ class DkvKernel:
             dv=dv,
             smem=smem,
             bars=bars,
-            q=Ring(bars.q_full, bars.q_empty, self.blocks.stages),
-            do=Ring(bars.do_full, bars.do_empty, self.blocks.do_stages),
-            p=Ring(bars.p_full, bars.p_empty, self.blocks.p_stages),
+            q=bars.q,
+            do=bars.do,
+            p=bars.p,
             batch=batch,
             kv_head=kv_head,
             kv_start=block * WARPGROUP_ROWS,
@@ -455,7 +455,7 @@ class DkvLoads:
             if n < self.blocks.do_stages:
                 pl.when(n < tiles)(lambda n=n: self.load_do(cta, jnp.int32(n)))
         refill = lambda n: pl.when(n < tiles)(lambda: self.load_q(cta, n))
-        return dataclasses.replace(cta, q=cta.q._replace(refill=refill))
+        return dataclasses.replace(cta, q=dataclasses.replace(cta.q, refill=refill))
 
     def refill_do(self, cta: DkvCta, n):
         """Loads dO in warpgroup 1 at the start of its n-th tile, where there is no producer.

@@ -91,8 +91,8 @@ class DqKernel:
             dq=dq,
             smem=smem,
             bars=bars,
-            k=Ring(bars.k_full, bars.k_empty, self.blocks.k_stages),
-            v=Ring(bars.v_full, bars.v_empty, self.blocks.v_stages),
+            k=bars.k,
+            v=bars.v,
             batch=batch,
             head=head(),
             q_start=q_start,
@@ -324,7 +324,8 @@ class DqLoads:
                         fill(load, jnp.int32(n))
 
         def refilled(ring: Ring, load):
-            return ring._replace(refill=lambda n: pl.when(loads)(lambda: fill(load, n)))
+            refill = lambda n: pl.when(loads)(lambda: fill(load, n))
+            return dataclasses.replace(ring, refill=refill)
 
         k, v = (refilled(*ring) for ring in rings)
         return dataclasses.replace(cta, k=k, v=v)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed, wants_narrow_tiles
-from ...common.pipeline import fits, row_buffer
+from ...common.pipeline import Ring, fits, row_buffer
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
 
@@ -176,20 +176,13 @@ class DkvSmem(NamedTuple):
 
 
 class DkvBarriers(NamedTuple):
-    """The mbarriers of one CTA.
-
-    The full ones of q and do count two copies for each of the `joined` blocks, and q's the streamed
-    auxiliary inputs too; their empty ones count two warpgroups.
-    """
+    """The mbarriers of one CTA."""
 
     k_full: Any
     v_full: Any
-    q_full: Any
-    q_empty: Any
-    do_full: Any
-    do_empty: Any
-    p_full: Any
-    p_empty: Any
+    q: Ring  # with lse and the auxiliary inputs
+    do: Ring  # with delta
+    p: Ring
 
 
 def dkv_scratch(
@@ -228,12 +221,9 @@ def dkv_scratch(
     bars = DkvBarriers(
         k_full=bar(),
         v_full=bar(),
-        q_full=bar(num_arrivals=copies + auxiliary.copies, num_barriers=blocks.stages),
-        q_empty=bar(num_arrivals=2, num_barriers=blocks.stages),
-        do_full=bar(num_arrivals=copies, num_barriers=blocks.do_stages),
-        do_empty=bar(num_arrivals=2, num_barriers=blocks.do_stages),
-        p_full=bar(num_barriers=blocks.p_stages),
-        p_empty=bar(num_barriers=blocks.p_stages),
+        q=Ring.declare(blocks.stages, copies=copies + auxiliary.copies, readers=2),
+        do=Ring.declare(blocks.do_stages, copies=copies, readers=2),
+        p=Ring.declare(blocks.p_stages),
     )
     return smem, bars
 
@@ -254,10 +244,8 @@ class DqBarriers(NamedTuple):
     """The mbarriers of one CTA; queries counts four copies, the empty ones each warpgroup."""
 
     queries: Any  # Q, dO, lse, delta
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
+    k: Ring
+    v: Ring
 
 
 def dq_scratch(
@@ -290,9 +278,7 @@ def dq_scratch(
     )
     bars = DqBarriers(
         queries=bar(num_arrivals=4),
-        k_full=bar(num_arrivals=1 + auxiliary.copies, num_barriers=blocks.k_stages),
-        k_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.k_stages),
-        v_full=bar(num_barriers=blocks.v_stages),
-        v_empty=bar(num_arrivals=warpgroups, num_barriers=blocks.v_stages),
+        k=Ring.declare(blocks.k_stages, copies=1 + auxiliary.copies, readers=warpgroups),
+        v=Ring.declare(blocks.v_stages, readers=warpgroups),
     )
     return smem, bars

@@ -124,7 +124,7 @@ class PushKernel:
             out=tuple(out),
             smem=smem,
             bars=bars,
-            ring=Ring(bars.full, bars.empty, self.blocks.stages),
+            ring=bars.ring,
             batch=batch,
             head=head,
             start=block * self.blocks.rows,
@@ -164,7 +164,7 @@ class PushKernel:
                 fill(jnp.int32(n))
 
         refill = lambda n: pl.when(loads)(lambda: fill(n))
-        return dataclasses.replace(cta, ring=cta.ring._replace(refill=refill))
+        return dataclasses.replace(cta, ring=dataclasses.replace(cta.ring, refill=refill))
 
     def sources(self, cta: PushCta, side: int) -> list:
         """Returns the arrays of rows (side 0) or columns: each, and its tangent."""

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
-from ...common.pipeline import fits, row_buffer
+from ...common.pipeline import Ring, fits, row_buffer
 from ...common.wgmma import Matmuls
 from ..operands import BackwardArrays
 
@@ -68,8 +68,7 @@ class PushBarriers(NamedTuple):
     """The mbarriers of one CTA."""
 
     own: Any
-    full: Any
-    empty: Any
+    ring: Ring
 
 
 def registers(problem: Problem, columns: int, widths: tuple[int, ...]) -> int:
@@ -133,7 +132,6 @@ def push_scratch(
     copies = len(smem.streamed) + len(vectors) + auxiliary.copies
     bars = PushBarriers(
         own=bar(num_arrivals=len(smem.own)),
-        full=bar(num_arrivals=copies, num_barriers=stages),
-        empty=bar(num_arrivals=blocks.warpgroups, num_barriers=stages),
+        ring=Ring.declare(stages, copies=copies, readers=blocks.warpgroups),
     )
     return smem, bars
