@@ -143,12 +143,12 @@ class WideKernel:
         result = plgpu.ACC((WARPGROUP_ROWS, self.blocks.width), jnp.float32)
         accumulators = (result,) * self.chunks.results
         plgpu.barrier_wait(bars.own)
-        state, found = pl.run_scoped(functools.partial(self.sum, cta), *accumulators)
+        state, sums = pl.run_scoped(functools.partial(self.sum, cta), *accumulators)
         self.drain(cta)
-        self.store(cta, state, found)
+        self.store(cta, state, sums)
 
     def sum(self, cta: WideCta, *accumulators):
-        """Sums the results over all tiles; returns (state, results), f32[64, width] each."""
+        """Sums over all tiles; returns (state that `fold` returns, sums, f32[64, width] each)."""
         state = self.fold(cta, accumulators)
         total = cta.tiles.total
         for _ in self.sums(self.at_step(cta, total), total, accumulators):
@@ -166,8 +166,8 @@ class WideKernel:
         """Runs the steps, which leave the weights of the last; returns what `store` needs."""
         raise NotImplementedError
 
-    def store(self, cta: WideCta, state, found):
-        """Finishes the results and writes them."""
+    def store(self, cta: WideCta, state, sums):
+        """Makes the results of the sums, f32[64, width] each, and writes them."""
         raise NotImplementedError
 
     # --- loads -----------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ class WideKernel:
         """Returns the CTA at the n-th step."""
         last = cta.tiles.total - 1
         steps = lax.max(n - 1, jnp.int32(0)), lax.min(n, last), lax.min(n + 1, last)
-        found = (self.column_tile(cta, step) for step in steps)
-        near = tuple((head, block * COLUMNS) for head, block in found)
+        tiles = (self.column_tile(cta, step) for step in steps)
+        near = tuple((head, block * COLUMNS) for head, block in tiles)
         first = n * self.chunks.total
         if self.divides_once:
             first = lax.rem(hidden(first), jnp.int32(self.blocks.chunks))
@@ -251,7 +251,7 @@ class WideKernel:
 
     @property
     def divides_once(self) -> bool:
-        """True where the slot of a step's first chunk is kept, and others are found from it.
+        """True where the slot of a step's first chunk is kept, and others are computed from it.
 
         That saves 25 instructions a chunk. Where chunks are narrow it is no faster, and what is
         kept is spilled (dQ: 208 bytes instead of 128 with a score_mod).
@@ -342,7 +342,7 @@ class WideKernel:
         plgpu.barrier_arrive(cta.bars.weights_full)
 
     def replace_weights(self, cta: WideCta, weights):
-        """Does so where weights have been read before."""
+        """Hands a warpgroup's weights to both, once both have read those of the step before."""
         plgpu.barrier_wait(cta.bars.weights_empty)
         self.store_weights(cta, weights)
 

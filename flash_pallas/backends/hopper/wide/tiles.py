@@ -79,7 +79,7 @@ class Chunks:
 
     @property
     def total(self) -> int:
-        """Number of chunks."""
+        """Number of chunks of a step."""
         return sum(self.of(name) for _, name in self.role.scores) + len(self.summed)
 
 
@@ -149,8 +149,10 @@ def scratch(
     """Returns the shared memory and the barriers of a CTA, the same in every role."""
     bar, aux, chunks = plgpu.Barrier, AuxiliaryInputs(problem, roles[0].q_axis), blocks.chunks
     tile = lambda *shape: tile_buffer(shape, jnp.dtype(problem.dtype))
-    of = Chunks(problem, roles[0], blocks.width).of
-    counts = [max(map(of, names)) for names in zip(*(role.own for role in roles), strict=True)]
+    num_chunks = Chunks(problem, roles[0], blocks.width).of
+    counts = [
+        max(map(num_chunks, names)) for names in zip(*(role.own for role in roles), strict=True)
+    ]
     slots = blocks.stages * WARPGROUPS
     forward, pair, streams = roles == (FORWARD,), len(roles) > 1, bool(aux.copies)
     smem = WideSmem(
@@ -185,13 +187,13 @@ def choose(problem: Problem, roles: tuple[Role, ...]) -> WideBlocks | None:
     for width, stages in itertools.product(widths(problem, roles), (2, 1)):
         totals = [Chunks(problem, role, width).total for role in roles]
         counts = range(min(MOST_CHUNKS, *totals), LEAST_CHUNKS - 1, -1)
-        found = [
+        fitting = [
             blocks
             for blocks in (WideBlocks(width, chunks, stages) for chunks in counts)
             if fits(scratch(problem, roles, blocks))
         ]
-        if found:
-            return found[0]
+        if fitting:
+            return fitting[0]
     return None
 
 
