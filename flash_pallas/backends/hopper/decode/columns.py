@@ -212,8 +212,8 @@ class ColumnConsumer(Consumer):
         position = modifiers.positions(s.shape, 0, first, self.plan.interpret)
         if held.k_scale is not None:
             s = s * per_column(held.k_scale, s.shape)
-        found = self.seen_logits(held, s, first, lambda: position, per_column)
-        x = found.x
+        z = self.seen_logits(held, s, first, lambda: position, per_column)
+        x = z.x
         if masked and held.drafts is not None:
             if held.first is not None:
                 x = jnp.where(position >= per_column(held.first, s.shape), x, -jnp.inf)
@@ -223,7 +223,7 @@ class ColumnConsumer(Consumer):
             if held.first is not None:
                 keep = keep & (position >= per_column(held.first, s.shape))
             x = jnp.where(keep, x, -jnp.inf)
-        return x, found.log2_scale
+        return x, z.log2_scale
 
     def output(self, cta: DecodeCta, keys: Keys, o_acc):
         """Waits for the last matmul, releases the last V if it is still held, and returns O^T."""

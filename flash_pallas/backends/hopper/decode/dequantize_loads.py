@@ -51,17 +51,17 @@ class DequantizingProducer:
 
         def step(n, state):
             # Ids of pages are loaded a block before they are used.
-            coming, scales = state
+            places_ahead, scales = state
             following = (
                 places(cta, keys.block(n + ahead + 1)),
                 self.pages.next_scales(cta, keys, n, scales),
             )
             for kind in self.plan.kinds:
                 self.widen(cta, keys, kind, n, scales)
-                again = functools.partial(
-                    self.fetch, cta, kind, n + ahead, keys.block(n + ahead), coming
+                fetch = functools.partial(
+                    self.fetch, cta, kind, n + ahead, keys.block(n + ahead), places_ahead
                 )
-                pl.when(n + ahead < keys.stop)(again)
+                pl.when(n + ahead < keys.stop)(fetch)
             return following
 
         first = places(cta, keys.block(ahead)), self.pages.first_scales(cta, keys)

@@ -35,9 +35,9 @@ class Pages:
             return (cta.batch,)
         most, pages = jnp.int32(table.shape[-1] - 1), jnp.int32(cta.gmem.k.shape[0] - 1)
         own = (cta.batch, cta.head) if self.plan.problem.of_heads else (cta.batch,)
-        found = (table[(*own, lax.min(self.page(j, i), most))] for i in range(self.plan.pieces))
+        page_ids = (table[(*own, lax.min(self.page(j, i), most))] for i in range(self.plan.pieces))
         # What the last block reads beyond the table's end, or of an entry never set, is hidden.
-        return tuple(lax.clamp(jnp.int32(0), page, pages) for page in found)
+        return tuple(lax.clamp(jnp.int32(0), page_id, pages) for page_id in page_ids)
 
     def page(self, j, piece: int):
         """Returns which of the sequence's pages a piece of a block lies in."""
@@ -54,39 +54,41 @@ class Pages:
         own, following, last = (self.places(cta, keys.block(n)) for n in range(3))
         return ScalesAhead(last, self.loaded_scales(cta, own), self.loaded_scales(cta, following))
 
-    def next_scales(self, cta: DecodeCta, keys: Keys, n, known) -> ScalesAhead | None:
-        """Returns what is known of the blocks from n + 1 on, from what is of those from n on.
+    def next_scales(
+        self, cta: DecodeCta, keys: Keys, n, ahead: ScalesAhead | None
+    ) -> ScalesAhead | None:
+        """Returns the scales of the blocks from n + 1 on; `ahead` has those from n on.
 
         The compute warpgroup would load scales a block ahead, and a busy memory takes longer than a
         block to answer. Here they are under way for two blocks, and the page ids that say where
         they are for another one.
         """
-        if known is None:
+        if ahead is None:
             return None
-        last = self.loaded_scales(cta, known.places)
-        return ScalesAhead(self.places(cta, keys.block(n + 3)), known.following, last)
+        last = self.loaded_scales(cta, ahead.places)
+        return ScalesAhead(self.places(cta, keys.block(n + 3)), ahead.following, last)
 
     def loaded_scales(self, cta: DecodeCta, places: tuple) -> tuple:
         """Loads (scales of K, scales of V) of a block, f32, one for each piece."""
 
-        def scale(of, page):
-            if of is None:
+        def scale(scales, page):
+            if scales is None:
                 return jnp.float32(1.0)
-            return of[page if of.shape[0] > 1 else 0, cta.head]
+            return scales[page if scales.shape[0] > 1 else 0, cta.head]
 
         kinds = cta.gmem.k_scale, cta.gmem.v_scale
-        return tuple(tuple(scale(of, page) for page in places) for of in kinds)
+        return tuple(tuple(scale(scales, page) for page in places) for scales in kinds)
 
     def hand_over(self, cta: DecodeCta, keys: Keys, n, slot, scales: tuple, kinds=range(2)):
         """Puts the n-th block's scales of K (kind 0) and V (1) next to it."""
         for kind in kinds:
-            for i, found in enumerate(scales[kind]):
+            for i, scale in enumerate(scales[kind]):
                 first = self.first_key(keys.block(n), i)
                 exists = first < keys.length
                 if keys.start is not None:
                     exists = exists & (first + self.plan.piece_rows > keys.start)
                 # That of a page of padding may be NaN, as its keys may.
-                cta.smem.scales[kind, slot, i] = lax.select(exists, found, jnp.float32(1.0))
+                cta.smem.scales[kind, slot, i] = lax.select(exists, scale, jnp.float32(1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +147,14 @@ class DecodeProducer:
         """
         places = lambda n: self.pages.places(cta, keys.block(n))
 
-        def load(n, known):
-            own, next_one = known
-            following = places(n + 2)
+        def load(n, ahead):
+            own, following = ahead
+            last = places(n + 2)
             new = (n + 1 < keys.stop) & (n + 1 >= guessed)
-            pl.when(new)(lambda: self.load_k(cta, keys, n + 1, next_one))
+            pl.when(new)(lambda: self.load_k(cta, keys, n + 1, following))
             new = n >= lax.min(guessed, self.plan.v_slots)
             pl.when(new)(lambda: self.load_v(cta, keys, n, own))
-            return next_one, following
+            return following, last
 
         first, new = places(0), (keys.stop > 0) & (guessed == 0)
         pl.when(new)(lambda: self.load_k(cta, keys, jnp.int32(0), first))
@@ -250,5 +252,5 @@ class DecodeProducer:
             if page_size is not None:
                 first = lax.rem(first, jnp.int32(page_size))
             piece = tile if len(places) == 1 else tile.at[pl.ds(i * rows, rows)]
-            at = (place, pl.ds(first, rows), cta.head)
-            plgpu.copy_gmem_to_smem(rows_of(source, at, tile, column), piece, barrier)
+            index = (place, pl.ds(first, rows), cta.head)
+            plgpu.copy_gmem_to_smem(rows_of(source, index, tile, column), piece, barrier)

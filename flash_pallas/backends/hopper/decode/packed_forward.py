@@ -30,7 +30,7 @@ def described(problem: Problem) -> decode.DecodeProblem | None:
         return None
     if not mask.is_trivial and (mask.right != 0 or (mask.left or 0) < 0):
         return None
-    found = decode.DecodeProblem(
+    as_decoded = decode.DecodeProblem(
         batch=problem.batch,
         q_len=problem.q_len,
         kv_len=problem.kv_len,
@@ -43,7 +43,7 @@ def described(problem: Problem) -> decode.DecodeProblem | None:
         spec=decode.DecodeSpec(spec.scale, mask.left, spec.softcap),
         features=problem.features & {"sinks"},
     )
-    return None if tiles.unsupported(found) else found
+    return None if tiles.unsupported(as_decoded) else as_decoded
 
 
 def packs(problem: Problem, num_sms: int) -> bool:
@@ -93,7 +93,7 @@ def forward_packed(problem: Problem, operands: Operands, num_sms: int, interpret
         offset = everywhere(problem.kv_len)  # after all keys, every query sees them all
     elif offset is None:
         offset = everywhere(problem.spec.q_offset)
-    given = decode.DecodeOperands(
+    decode_operands = decode.DecodeOperands(
         q=operands.q,
         k=operands.k,
         v=operands.v,
@@ -102,4 +102,4 @@ def forward_packed(problem: Problem, operands: Operands, num_sms: int, interpret
         sinks=operands.sinks,
     )
     blocks = tiles.choose_decode(as_decoded, num_sms)
-    return launch_decode(as_decoded, blocks, given, interpret)
+    return launch_decode(as_decoded, blocks, decode_operands, interpret)

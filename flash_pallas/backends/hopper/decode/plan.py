@@ -175,7 +175,7 @@ class DecodePlan(DecodeLayout):
         return DecodeResults(self.of_entry(cta, cta.out.o), *rows)
 
     def of_entry(self, cta: DecodeCta, x):
-        """Returns q or o of the CTA's entry and head, [T, group, columns]; of no row row 0."""
+        """Returns q or o of the CTA's entry and head, [T, group, columns]; row 0 if it has no row."""
         if cta.gmem.ends is None:
             return x.at[cta.batch, :, cta.head]
         row, _ = packed_row(cta.gmem.ends, cta.batch)
@@ -225,11 +225,11 @@ class DecodePlan(DecodeLayout):
         if not self.guesses:
             return jnp.int32(0)
         room = -(-self.problem.kv_len // self.blocks.block_kv)
-        found = lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
+        count = lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
         if cta.gmem.ends is None:
-            return found
+            return count
         _, exists = packed_row(cta.gmem.ends, cta.batch)
-        return lax.select(exists, found, jnp.int32(0))
+        return lax.select(exists, count, jnp.int32(0))
 
     def where_v_has(self, n, run: Callable[[], None]):
         """Calls `run` if there is a slot for the n-th of the blocks of V that are guessed."""
@@ -243,25 +243,27 @@ class DecodePlan(DecodeLayout):
 
         That way all CTAs read neighbouring blocks at one time.
         """
-        own = (cta.batch, cta.head) if self.problem.of_heads else cta.batch
+        entry = (cta.batch, cta.head) if self.problem.of_heads else cta.batch
         ends, offset = cta.gmem.ends, cta.gmem.q_offset
         length, position = self.problem.key_range(
-            cta.gmem.kv_lengths[own],
+            cta.gmem.kv_lengths[entry],
             None if offset is None else offset[cta.batch],
             None if ends is None else packed_row(ends, cta.batch)[1],
         )
         first, last = self.queries(cta.tile)
-        bounds = cta.gmem.kv_starts, cta.gmem.window_left
-        mask, start = self.problem.lower_bound(*bounds, cta.batch, (length, position))
-        rows = position + first, last - first + 1
-        seen = mask.kv_blocks(*rows, length, self.blocks.block_kv, start)
-        block = cta.split if mask.left is None else seen.start + cta.split
+        mask, start = self.problem.lower_bound(
+            cta.gmem.kv_starts, cta.gmem.window_left, cta.batch, (length, position)
+        )
+        kv_range = mask.kv_blocks(
+            position + first, last - first + 1, length, self.blocks.block_kv, start
+        )
+        block = cta.split if mask.left is None else kv_range.start + cta.split
         return Keys(
             first=block,
             step=self.blocks.num_splits,
-            full_start=self._uses(block, seen.full_start),
-            full_stop=self._uses(block, seen.full_stop),
-            stop=self._uses(block, seen.stop),
+            full_start=self._uses(block, kv_range.full_start),
+            full_stop=self._uses(block, kv_range.full_stop),
+            stop=self._uses(block, kv_range.stop),
             length=length,
             position=position,
             start=start,

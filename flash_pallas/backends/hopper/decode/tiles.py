@@ -104,8 +104,8 @@ class DecodeBlocks:
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
         """Returns how many CTAs run on an SM at one time: 1 or 2."""
-        each = self.smem_bytes(problem) + RESERVED_BYTES
-        return 2 if self._takes_few_registers(problem) and 2 * each <= SMEM_PER_SM else 1
+        cta_bytes = self.smem_bytes(problem) + RESERVED_BYTES
+        return 2 if self._takes_few_registers(problem) and 2 * cta_bytes <= SMEM_PER_SM else 1
 
     def _takes_few_registers(self, problem: DecodeProblem) -> bool:
         """Checks for at most 128 registers per thread: two CTAs of 256 threads then share an SM.
@@ -234,9 +234,9 @@ def wide_rows(problem: DecodeProblem) -> DecodeBlocks:
     eight bits two widened blocks of 32 keys do.
     """
     if problem.quantised:
-        found = _deepest_widened(problem, {"block_kv": WIDE_KEYS, "num_splits": 2})
-        assert found is not None, f"no blocks fit: {problem}"
-        return found
+        widened = _deepest_widened(problem, {"block_kv": WIDE_KEYS, "num_splits": 2})
+        assert widened is not None, f"no blocks fit: {problem}"
+        return widened
     for keys in (2 * WIDE_KEYS,) * shares_tiles(problem) + (WIDE_KEYS,):
         for stages in range(MOST_STAGES, 0, -1):
             blocks = DecodeBlocks(keys, stages, num_splits=2)
@@ -590,8 +590,8 @@ class DecodeLayout:
             inputs = DecodeInputs(*self.raw(slots))
         if self.stages_over_q:
             inputs, q = inputs._replace(q=q), None
-        result = jnp.float32 if self.several else self.problem.dtype
-        staging = tile_buffer((*part, rows, v_head_dim), result), *[row_buffer((rows,))] * 2
+        o_dtype = jnp.float32 if self.several else self.problem.dtype
+        staging = tile_buffer((*part, rows, v_head_dim), o_dtype), *[row_buffer((rows,))] * 2
         smem = DecodeSmem(q, plgpu.RefUnion(inputs, staging))
         empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
         of_values = barrier(self.pieces, self.v_slots), barrier(1, self.v_slots)

@@ -167,7 +167,7 @@ class WideKernel:
         raise NotImplementedError
 
     def store(self, cta: WideCta, state, sums):
-        """Makes the results of the sums, f32[64, width] each, and writes them."""
+        """Computes the results from the sums, f32[64, width] each, and writes them."""
         raise NotImplementedError
 
     # --- loads -----------------------------------------------------------------------------------
