@@ -175,7 +175,7 @@ class DecodePlan(DecodeLayout):
         return DecodeResults(self.of_entry(cta, cta.out.o), *rows)
 
     def of_entry(self, cta: DecodeCta, x):
-        """Returns q or o of the CTA's entry and head, [T, group, columns]; row 0 if it has no row."""
+        """Returns q or o of the CTA's entry and head, [T, group, columns]; row 0 if it has none."""
         if cta.gmem.ends is None:
             return x.at[cta.batch, :, cta.head]
         row, _ = packed_row(cta.gmem.ends, cta.batch)
