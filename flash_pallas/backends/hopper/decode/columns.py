@@ -128,7 +128,7 @@ class ColumnConsumer(Consumer):
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
         alpha = jnp.exp2((folded.m - finite) * log2_scale)
-        # Scaled after the difference, which is exact where it matters: of logits of any size.
+        # Scaled after the difference: that is exact where it matters, however large logits are.
         p = jnp.exp2((x - per_column(finite, x.shape)) * log2_scale + self.weight_bits)
         l = folded.l * per_column(alpha, p.shape) + p
         if v_scales is not None:

@@ -28,7 +28,7 @@ from .tiles import takes_wide
 # time; more warpgroups have the others. Four warpgroups took 2.6 us for 32 shares and one took 2.3
 # (H100, benchmarks/results/wide_decode_trials.txt). 128 in one took 20 s to compile.
 SHARES, MOST_JOINERS = 32, 4
-MOST_ELSEWHERE = 16  # that a warpgroup joins in a launch that has other things to do
+MOST_ELSEWHERE = 16  # shares that a warpgroup joins in the launch of another kernel
 
 
 class JoinSmem(NamedTuple):
@@ -253,7 +253,7 @@ class CombineKernel:
         shift = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, shift, strict=True)]
         largest = functools.reduce(jnp.maximum, shift)
         log2 = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, lse, strict=True)]
-        log2 = [self.relative(*both, largest) for both in zip(log2, shift, strict=True)]
+        log2 = [self.relative(x, s, largest) for x, s in zip(log2, shift, strict=True)]
         most = functools.reduce(jnp.maximum, log2)
         weights = [jnp.exp2(x - _finite(most)) for x in log2]
         total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))

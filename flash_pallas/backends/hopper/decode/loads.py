@@ -34,8 +34,10 @@ class Pages:
         if table is None:
             return (cta.batch,)
         most, pages = jnp.int32(table.shape[-1] - 1), jnp.int32(cta.gmem.k.shape[0] - 1)
-        own = (cta.batch, cta.head) if self.plan.problem.of_heads else (cta.batch,)
-        page_ids = (table[(*own, lax.min(self.page(j, i), most))] for i in range(self.plan.pieces))
+        entry = (cta.batch, cta.head) if self.plan.problem.of_heads else (cta.batch,)
+        page_ids = (
+            table[(*entry, lax.min(self.page(j, i), most))] for i in range(self.plan.pieces)
+        )
         # What the last block reads beyond the table's end, or of an entry never set, is hidden.
         return tuple(lax.clamp(jnp.int32(0), page_id, pages) for page_id in page_ids)
 
@@ -87,7 +89,7 @@ class Pages:
                 exists = first < keys.length
                 if keys.start is not None:
                     exists = exists & (first + self.plan.piece_rows > keys.start)
-                # That of a page of padding may be NaN, as its keys may.
+                # The scale of a page of padding may be NaN, as its keys may.
                 cta.smem.scales[kind, slot, i] = lax.select(exists, scale, jnp.float32(1.0))
 
 
@@ -106,7 +108,7 @@ class DecodeProducer:
         """Loads all blocks of this CTA, then waits for their release."""
         guessed, first = self.plan.guessed(cta), None
         if cta.gmem.ends is not None and self.plan.guesses:
-            # What says whether there is a row, and the ids of the first pages, come at one time.
+            # Loads the ids of the first pages together with what says whether there is a row.
             first = self.pages.places(cta, cta.split)
             guessed, first = lax.optimization_barrier((guessed, first))
         pl.when(guessed > 0)(lambda: self.guess(cta, guessed, first))
@@ -180,12 +182,12 @@ class DecodeProducer:
         pl.loop(jnp.int32(first is not None), count)(copy)
 
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
-        """Issues the copy of a block of K into the slot of the n-th."""
+        """Issues the copy of a block of K into the slot of the n-th block."""
         slot = cta.k.slot(n)
         self.copy(cta, cta.gmem.k, cta.smem.k.at[slot], cta.bars.k_full.at[slot], block, places)
 
     def copy_v(self, cta: DecodeCta, n, block, places: tuple):
-        """Issues the copy of a block of V into the slot of the n-th."""
+        """Issues the copy of a block of V into the slot of the n-th block."""
         slot = cta.v.slot(n)
         self.copy_values(cta, cta.smem.v.at[slot], cta.bars.v_full.at[slot], block, places)
 
@@ -212,12 +214,12 @@ class DecodeProducer:
             self.load_cleared(cta, keys, n, places)
 
     def load_k(self, cta: DecodeCta, keys: Keys, n, places: tuple):
-        """Loads the n-th block of K when its slot is empty."""
+        """Waits until the slot of the n-th block of K is empty, and issues its copy."""
         cta.k.wait_empty(n)
         self.copy_k(cta, n, keys.block(n), places)
 
     def load_v(self, cta: DecodeCta, keys: Keys, n, places: tuple):
-        """Loads the n-th block of V when its slot is empty."""
+        """Waits until the slot of the n-th block of V is empty, and issues its copy."""
         cta.v.wait_empty(n)
         self.copy_v(cta, n, keys.block(n), places)
 
@@ -225,9 +227,9 @@ class DecodeProducer:
         """Loads the n-th block of V, with zeros in place of padding."""
         block = self.plan.blocks.block_kv
         first = keys.block(n) * block
-        whole, padded = self.plan.has_padding(keys, first)
+        full, padded = self.plan.has_padding(keys, first)
         cta.v.wait_empty(n)
-        pl.when(whole)(lambda: self.copy_v(cta, n, keys.block(n), places))
+        pl.when(full)(lambda: self.copy_v(cta, n, keys.block(n), places))
 
         @pl.when(padded)
         def _():

@@ -14,7 +14,7 @@ from ....core.problem import Operands, Outputs, Problem
 from . import tiles
 from .kernel import decode as launch_decode
 
-# Everything else in a call keeps it from these kernels. `q_lengths` are outside of all kernels.
+# Features of the calls that these kernels take. `q_lengths` are handled outside of all kernels.
 _FEATURES = frozenset({"q_offset", "q_lengths", "kv_lengths", "sinks"})
 
 
@@ -90,7 +90,7 @@ def forward_packed(problem: Problem, operands: Operands, num_sms: int, interpret
     everywhere = lambda value: jnp.full((problem.batch,), value, jnp.int32)
     lengths, offset = operands.kv_lengths, operands.q_offset
     if problem.spec.mask.is_trivial:
-        offset = everywhere(problem.kv_len)  # after all keys, every query sees them all
+        offset = everywhere(problem.kv_len)  # behind all keys: each query sees every key
     elif offset is None:
         offset = everywhere(problem.spec.q_offset)
     decode_operands = decode.DecodeOperands(

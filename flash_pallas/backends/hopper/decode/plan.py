@@ -21,7 +21,7 @@ from ..common import pipeline
 from ..common.pipeline import Ring
 from .tiles import DecodeBarriers, DecodeLayout, DecodeSmem, takes_wide
 
-JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one element or more each
+JOINING_THREADS = 128  # of the warpgroup that joins a row of shares, one element or more each
 
 
 class DecodeGmem(NamedTuple):
@@ -89,7 +89,7 @@ class Keys(NamedTuple):
     mask: Mask  # of the sequence
 
     def block(self, n):
-        """Returns which KV block the n-th is."""
+        """Returns the index of the CTA's n-th KV block."""
         return self.first + n * self.step
 
     def zones(self, windowed: bool):
@@ -138,12 +138,11 @@ class DecodePlan(DecodeLayout):
         return self.problem.q_len * self.problem.group
 
     def packed(self, tile) -> PackedGqa:
-        """Returns the rows of a tile."""
+        """Returns the (query, head) pairs that are the rows of a tile."""
         first = tile * WARPGROUP_ROWS
         layout = inline.COLS if self.blocks.upright else inline.ROWS
-        sizes = self.problem.q_len, self.problem.group
-        at_once = takes_wide(self.problem)
-        return PackedGqa(*sizes, first, self.interpret, self.tile_rows, layout, at_once)
+        q_len, group, at_once = self.problem.q_len, self.problem.group, takes_wide(self.problem)
+        return PackedGqa(q_len, group, first, self.interpret, self.tile_rows, layout, at_once)
 
     def by_key_head(self, x, axis: int):
         """Reshapes the axis [N] of x to [K, group], without a copy; None stays None."""
@@ -271,12 +270,12 @@ class DecodePlan(DecodeLayout):
         )
 
     def has_padding(self, keys: Keys, first):
-        """Returns (no, yes), bools: whether a block from key `first` on has keys outside these."""
+        """Returns (full, padded), bools: whether a block from key `first` on has only keys."""
         valid, block = keys.length - first, self.blocks.block_kv
-        no, yes = valid >= block, valid < block
+        full, padded = valid >= block, valid < block
         if keys.start is None:
-            return no, yes
-        return no & (keys.start <= first), yes | (keys.start > first)
+            return full, padded
+        return full & (keys.start <= first), padded | (keys.start > first)
 
     def clear_padding(self, tile, keys: Keys, first, swizzle: int):
         """Zeroes the rows of a block of V, from key `first` on, that are no keys of the sequence.

@@ -79,7 +79,7 @@ class RowConsumer(Consumer):
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
         alpha = jnp.exp2((folded.m - finite) * log2_scale)
-        # Scaled after the difference, which is exact where it matters: of logits of any size.
+        # Scaled after the difference: that is exact where it matters, however large logits are.
         p = jnp.exp2((x - per_row(finite, x.shape)) * log2_scale)
         sums = inline.lane_sums(p, self.plan.interpret)
         l = folded.l * per_row(alpha, folded.l.shape) + sums

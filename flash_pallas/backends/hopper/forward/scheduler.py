@@ -84,7 +84,7 @@ class TileScheduler:
         """
         q_tiles, heads = -(-problem.q_len // tile_rows), problem.batch * problem.q_heads
         num_tiles, mask = heads * q_tiles, problem.spec.mask
-        # Neighbouring tiles of a window read the same keys, and all but the first as many.
+        # Neighbouring tiles of a window share keys, and all but the first have equally many.
         windowed = mask.left is not None and 2 * mask.left < problem.kv_len
         longest_first = not (mask.right is None or windowed or problem.is_listed)
         swizzle_heads = 1

@@ -29,7 +29,7 @@ from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
 from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile
 
-# Of logits in base 2, so that 2**logit needs no maximum to be relative to.
+# Largest cap, in base 2, at which weights need not be relative to a row maximum.
 MOST_BOUNDED = 80.0
 
 # --- The softmax of a step ------------------------------------------------------------------------
@@ -116,7 +116,8 @@ def bounded_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, 
     plan = cta.plan
     early = None
     if plan.blocks.weighs_first and cap(plan, z.edges) is not None:
-        # 16 bits would take more registers than those that PV reads; float32 takes the logits'.
+        # In float32 weights take the registers of the logits; in 16 bits they would need others, as
+        # PV still reads those of the last weights.
         early = lax.optimization_barrier(weights(cta, tile, z, None, jnp.float32))
     plgpu.wgmma_wait(0)
     cta.v.release(use - 1)

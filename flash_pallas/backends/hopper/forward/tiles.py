@@ -157,7 +157,7 @@ class ForwardBlocks:
 TEAMS = 2
 
 # A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves
-# that data seldom reaches and whose square float32 holds.
+# that data seldom reaches and whose square fits float32.
 SPECULATES = 20.0
 MOST_HALF = 14.0  # float16 holds weights below 2**16
 
@@ -249,7 +249,7 @@ def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
     return dataclasses.replace(blocks, producer=False, warpgroups=warpgroups, teams=1)
 
 
-# What to give up, in this order, until shared memory suffices.
+# Changes that are tried in this order until shared memory suffices.
 _SMALLER = (
     {},
     {"persistent": False},
@@ -332,7 +332,7 @@ def _tiles(problem: Problem) -> int:
     return problem.batch * problem.q_heads * -(-problem.q_len // WARPGROUP_ROWS)
 
 
-# Where the decode kernels were faster: not below so many keys, or so many for each query.
+# The decode kernels were faster from so many keys on, and so many for each query.
 LEAST_KEYS, KEYS_PER_QUERY = 1024, 16
 
 
@@ -345,7 +345,7 @@ def may_pack(problem: Problem) -> bool:
     return problem.spec.mask.left is None and problem.kv_len >= least
 
 
-# Two warpgroups take so many times as long for a pair of a query and a key as three. H200, head dim
+# For a pair of a query and a key two warpgroups take so many times as long as three. H200, head dim
 # 64: 1.5 times the pairs (T=256) 1.51 times as fast, 1.35 (512, causal) 1.13, 1.33 (1k, causal)
 # 1.13; by wall clock 1.125 (512 and 1k) 0.94 and 0.90, 1.11 (2k, causal) 0.96.
 THIRD_GAINS = 1.25
@@ -484,7 +484,7 @@ class ForwardPlan:
 
     @functools.cached_property
     def matmuls(self) -> Matmuls:
-        """The way in which operands are multiplied."""
+        """Matmuls of operands of the call's dtype."""
         return Matmuls(self.problem.dtype, self.interpret)
 
     @property
@@ -587,7 +587,7 @@ class QTile(NamedTuple):
     fragments: Any = None  # TileInputs, the auxiliary inputs of a warpgroup's rows
     listed: TileList | None = None  # its KV blocks, where lists say which they are
     step_block: Any = None  # the KV block of the step, where it was looked up early
-    ragged: Any = None  # RaggedRows of its sequence; None but in ragged/kernel.py
+    ragged: Any = None  # TileRow of ragged/tiles.py; None but in ragged/kernel.py
 
     @property
     def kv_stop(self):
@@ -652,7 +652,7 @@ class ForwardCta:
         plan, scheduler = self.plan, self.plan.scheduler
         if scheduler.dynamic:
             number = lax.min(number, jnp.int32(scheduler.num_tiles - 1))
-        # A static start past the array's end would be refused.
+        # Traced: a static start past the array's end would be refused.
         batch, head, block = map(jnp.int32, scheduler.tile(number))
         offset = plan.problem.spec.q_offset
         if plan.problem.traced_offset:
@@ -743,7 +743,7 @@ class ForwardCta:
             return Limits()
         if edges == "last":
             return place.limits(mask, self.kv_len(tile))
-        if edges == "all":  # a list has its last block anywhere
+        if edges == "all":  # the last block may stand anywhere in a list
             return place.limits(mask, None if tile.listed is None else self.ragged_len(tile))
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
         left, right = mask.left, mask.right

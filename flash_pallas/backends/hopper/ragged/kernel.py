@@ -322,7 +322,7 @@ class ChunkScheduler(TileScheduler):
 
 
 class RaggedGmem(NamedTuple):
-    """Further operands in device memory."""
+    """Operands in device memory that the dense forward has not."""
 
     page_table: Any  # int32[S, max_pages]
     tiles: Any  # int32[1 + tiles, 9], of `chunk_tiles`
@@ -343,7 +343,7 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RaggedPlan(ForwardPlan):
-    """Everything about a launch that is known at trace time.
+    """The plan of the forward, and what is known of the pages and the sequences at trace time.
 
     Attributes:
         page_size: keys of a page.
@@ -426,7 +426,7 @@ class RaggedCta(ForwardCta):
         return self.score_tile(tile, kv_block).limits(self.mask(tile.ragged), length)
 
     def ragged_len(self, tile: QTile):
-        """Returns where the keys of a tile's sequence end."""
+        """Returns the number of keys of the tile's sequence, which may end anywhere in a block."""
         return tile.ragged.length
 
     def row_fragments(self, tile: QTile) -> TileInputs:
@@ -555,5 +555,5 @@ class RaggedCta(ForwardCta):
                 buffer, target = getattr(self.smem, name), getattr(self.out, name)
                 if buffer is not None:
                     some.store_values(buffer.at[wg], target.at[0, tile.head])
-            # The next tile's results are written where other threads have read these.
+            # The next tile's results overwrite what other threads read here.
             inline.warpgroup_barrier(plan.interpret)

@@ -30,8 +30,8 @@ from ..forward.tiles import scratch as forward_scratch
 
 # --- Which problems there are tiles for, and which tiles ------------------------------------------
 
-# Tuned tiles that differ above it are for one long sequence. How long those of a call are is known
-# on the device alone.
+# Longest q for which tiles are chosen. Tuned tiles of a longer one suit one long sequence, and how
+# long the sequences of a call are is only known on the device.
 TUNED_FOR = 4096
 BLOCKS_KV = (128, 96, 64)  # keys of a step
 
@@ -155,7 +155,7 @@ class TileRow(NamedTuple):
     left: Any  # keys before its own position that a query sees
 
 
-EMPTY = 2  # sequences without keys, of the rows of no sequence
+EMPTY = 2  # sequences without keys: the rows before the first sequence, and those behind the last
 
 
 def most_tiles(problem: RaggedProblem, tile_rows: int) -> int:
@@ -208,7 +208,7 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     seq, row = seq[tile], row[tile]
     of_seq = lambda x: x[seq]  # likewise, in the order in which tiles run
     table = TileRow(
-        seq=jnp.where(place == 0, stops[-1] * heads, seq),  # an array behind another is a launch
+        seq=jnp.where(place == 0, stops[-1] * heads, seq),  # one launch less than to concatenate
         head=head,
         row=row,
         position=of_seq(position_of_row_0) + row,
@@ -242,7 +242,7 @@ def _and(x, *others):
 
 
 def _lengths(problem: RaggedProblem, operands: RaggedOperands):
-    """Returns the number of keys that there are, int32[S + 2]."""
+    """Returns the number of keys of each sequence, at most what its pages hold, int32[S + 2]."""
     return jnp.minimum(_and(operands.kv_lengths, 0, 0), problem.steps.kv_len)
 
 

@@ -72,7 +72,7 @@ def tangents(
     outputs: Outputs | None,
     interpret: bool,
 ) -> Tangents:
-    """Launches the kernel.
+    """Launches the kernel of the tangents, and of O and the log-sum-exp where they are unknown.
 
     Args:
         problem: a problem with native head dims.

@@ -49,7 +49,7 @@ from .tiles import (
     WideSmem,
 )
 
-FLIGHT = 2  # matmuls of scores, where slots suffice
+FLIGHT = 2  # matmuls of scores in flight, where there are slots enough
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,7 @@ class WideKernel:
         pl.when(block < total)(lambda: self.copy(cta, n, later, place))
         following = range(place, self.chunks.summed.stop, self.blocks.chunks)
         after = [p for p in following if p in self.chunks.summed]
-        if after:  # the next that the slot has in that block
+        if after:  # the next chunk of the summed operand in this slot
             pl.when(block == total)(lambda: self.copy(cta, n, later, after[0]))
 
     def copy(self, cta: WideCta, n, later: int, place: int):
@@ -300,7 +300,7 @@ class WideKernel:
             self.auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, place)
 
     def auxiliary_slot(self, cta: WideCta, n):
-        """Returns the slot of what streams besides chunks."""
+        """Returns the slot of what streams besides chunks, of the n-th step."""
         return cta.wg * self.blocks.stages + lax.rem(n, jnp.int32(self.blocks.stages))
 
     def drain(self, cta: WideCta):

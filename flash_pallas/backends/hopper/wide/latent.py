@@ -254,8 +254,18 @@ def _attention(problem: DecodeProblem) -> Problem:
     """Returns the problem of the rows of all queries, which see every key of a length."""
     spec = AttentionSpec(scale=problem.spec.scale, mask=Mask(), softcap=problem.spec.softcap)
     rows = problem.q_len * problem.q_heads
-    sizes = problem.batch, rows, problem.kv_len, 1, 1, problem.head_dim, problem.v_head_dim
-    return Problem(*sizes, dtype=problem.dtype, spec=spec, features=frozenset())
+    return Problem(
+        batch=problem.batch,
+        q_len=rows,
+        kv_len=problem.kv_len,
+        q_heads=1,
+        kv_heads=1,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+        spec=spec,
+        features=frozenset(),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,9 +285,9 @@ class LatentKernel:
     def __call__(self, gmem: LatentGmem, *refs):
         *out, smem, bars = refs
         batch, block = lax.axis_index("batch"), lax.axis_index("tile")
-        keys = self.keys(gmem, batch, block)
+        first, count, end = self.keys(gmem, batch, block)
         out, wg = DecodeResults(*out), lax.axis_index("wg")
-        cta = LatentCta(gmem, out, smem, bars, batch, block, wg, *keys)
+        cta = LatentCta(gmem, out, smem, bars, batch, block, wg, first, count, end)
         self.load_first(cta)
         plgpu.barrier_wait(bars.q)
         if smem.rest is not None:

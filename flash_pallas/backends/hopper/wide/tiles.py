@@ -16,11 +16,11 @@ from ..common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ..common.pipeline import empty_barrier, fits, row_buffer, tile_buffer
 from .handover import received_buffer
 
-NARROW, WIDEST = 256, 512  # head dims that the other kernels run, and these
+NARROW, WIDEST = 256, 512  # largest head dims of the other kernels, and of these
 WARPGROUPS = 2
 COLUMNS = WARPGROUPS * WARPGROUP_ROWS  # scores of a step: each warpgroup has 64
-SWIZZLED = 64  # columns of one swizzle of 128 bytes, of which chunks are made
-LEAST_CHUNKS, MOST_CHUNKS = 2, 16  # of a warpgroup, in flight
+SWIZZLED = 64  # columns of one swizzle of 128 bytes; chunks are one or more of these wide
+LEAST_CHUNKS, MOST_CHUNKS = 2, 16  # that a warpgroup has in flight
 
 
 class Role(NamedTuple):
