@@ -228,9 +228,9 @@ class CombineKernel:
         """Factor that makes a shift a natural logit."""
         return self.plan.problem.unit
 
-    def relative(self, log2, shift, to):
-        """Returns base-2 log-sum-exps relative to another shift; -inf for rows that see no key."""
-        return (shift - _finite(to)) * (self.unit * softmax.LOG2E) + log2
+    def relative(self, log2, shift, new_shift):
+        """Returns base-2 log-sum-exps relative to a new shift; -inf for rows that see no key."""
+        return (shift - _finite(new_shift)) * (self.unit * softmax.LOG2E) + log2
 
     def part(
         self, shares: list[DecodeResults], exist: list | None = None, written: bool = True
@@ -245,15 +245,15 @@ class CombineKernel:
         lse = [share.lse[...] for share in shares]
         parts = [_load(share.o) for share in shares]  # before what must wait for lse
         if exist is not None and not written:
-            parts = [_where(e, x) for x, e in zip(parts, exist, strict=True)]
+            parts = [_where(exists, x) for x, exists in zip(parts, exist, strict=True)]
         seen = [x < softmax.EMPTY_ROW / 2 for x in lse]
         if exist is not None:
-            seen = [s & e for s, e in zip(seen, exist, strict=True)]
+            seen = [sees & exists for sees, exists in zip(seen, exist, strict=True)]
         shift = [share.shift[...] for share in shares]
-        shift = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, shift, strict=True)]
+        shift = [jnp.where(sees, x, -jnp.inf) for sees, x in zip(seen, shift, strict=True)]
         largest = functools.reduce(jnp.maximum, shift)
-        log2 = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, lse, strict=True)]
-        log2 = [self.relative(x, s, largest) for x, s in zip(log2, shift, strict=True)]
+        log2 = [jnp.where(sees, x, -jnp.inf) for sees, x in zip(seen, lse, strict=True)]
+        log2 = [self.relative(x, old, largest) for x, old in zip(log2, shift, strict=True)]
         most = functools.reduce(jnp.maximum, log2)
         weights = [jnp.exp2(x - _finite(most)) for x in log2]
         total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))

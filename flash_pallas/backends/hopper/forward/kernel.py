@@ -184,8 +184,8 @@ def each_team(plan: ForwardPlan, smem: tuple[ForwardSmem, ...], run: Callable):
     size = plan.blocks.warpgroups + plan.blocks.producer
     for team, own in enumerate(smem):
         index, within = cta * len(smem) + team, wg - size * team
-        mine = (within >= 0) & (within < size) & (index < plan.scheduler.num_ctas)
-        pl.when(mine)(functools.partial(run, index, within, own))
+        is_own = (within >= 0) & (within < size) & (index < plan.scheduler.num_ctas)
+        pl.when(is_own)(functools.partial(run, index, within, own))
 
 
 def forward_cta(

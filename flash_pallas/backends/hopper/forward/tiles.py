@@ -198,7 +198,7 @@ LONG_ROWS = 3 * WARPGROUP_ROWS
 
 def native_head_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """Returns the head dims, of q and k and of v, that the kernel runs for the given ones."""
-    native = lambda width: next(d for d in NATIVE_HEAD_DIMS if d >= width)
+    native = lambda width: next(dim for dim in NATIVE_HEAD_DIMS if dim >= width)
     return native(head_dim), native(v_head_dim)
 
 

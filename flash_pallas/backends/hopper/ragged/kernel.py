@@ -139,7 +139,7 @@ def chunks_after_steps(
     )
     q = matmuls.operand(operands.q[None], forward.head_dim)
     of_all = lambda x: None if x is None else pad_axis(x, 0, len(x) + EMPTY)
-    others = Operands(
+    aux_operands = Operands(
         *(q, None, None),
         sinks=of_all(operands.sinks),
         alibi_slopes=of_all(operands.alibi_slopes),
@@ -147,7 +147,7 @@ def chunks_after_steps(
     gmem = ForwardGmem(
         *(q, operands.k, operands.v),
         table=None,
-        aux=plan.aux.arrays(others),
+        aux=plan.aux.arrays(aux_operands),
         ragged=RaggedGmem(
             operands.page_table,
             chunk_tiles(problem, operands, blocks.tile_rows),
@@ -549,11 +549,11 @@ class RaggedCta(ForwardCta):
             if self.smem.o is None:
                 swizzle = plan.matmuls.swizzle(plan.problem.head_dim, self.gmem.q, self.out.o)
             target = self.out.o.at[0, :, tile.head]
-            some = Some(row, low, high, plan.interpret)
-            some.store(staging.at[wg], target, swizzle)
+            own_rows = Some(row, low, high, plan.interpret)
+            own_rows.store(staging.at[wg], target, swizzle)
             for name in PER_ROW:
                 buffer, target = getattr(self.smem, name), getattr(self.out, name)
                 if buffer is not None:
-                    some.store_values(buffer.at[wg], target.at[0, tile.head])
+                    own_rows.store_values(buffer.at[wg], target.at[0, tile.head])
             # The next tile's results overwrite what other threads read here.
             inline.warpgroup_barrier(plan.interpret)

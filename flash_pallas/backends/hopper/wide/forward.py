@@ -129,7 +129,7 @@ class ForwardKernel(WideKernel):
             sink = plgpu.layout_cast(sink, inline.ROWS)
         inverse, lse, shift_ = softmax.finish(m, l, shift, sink, problem.unit)
         gain = dropout.gain(spec.dropout_rate) if spec.dropout_rate else 1.0
-        o, *others = cta.out
+        o, *row_outputs = cta.out
         values = [lse, *([shift_] if self.far else [])]
         if spec.max_logit:
             values.append(shift * problem.unit + m * softmax.LN2)
@@ -137,7 +137,7 @@ class ForwardKernel(WideKernel):
 
         @pl.when(cta.wg == 0)
         def _():
-            for out, x in zip(others, values, strict=True):
+            for out, x in zip(row_outputs, values, strict=True):
                 self.write_rows(cta, out.at[index], x)
 
         scale = inverse * gain
@@ -184,6 +184,6 @@ def forward(
         interpret=interpret,
     )
     tile = WARPGROUP_ROWS, COLUMNS
-    o, lse, *others = run(arrays.for_rows(problem, operands, 0, tile))
-    shift = others.pop(0) if kernel.far else None
-    return Outputs(o, lse, shift, others.pop(0) if problem.spec.max_logit else None)
+    o, lse, *row_outputs = run(arrays.for_rows(problem, operands, 0, tile))
+    shift = row_outputs.pop(0) if kernel.far else None
+    return Outputs(o, lse, shift, row_outputs.pop(0) if problem.spec.max_logit else None)

@@ -140,8 +140,8 @@ class WideKernel:
         )
         self.load_first(cta)
         self.store_weights(cta, (jnp.zeros((WARPGROUP_ROWS, WARPGROUP_ROWS), self.problem.dtype),))
-        result = plgpu.ACC((WARPGROUP_ROWS, self.blocks.width), jnp.float32)
-        accumulators = (result,) * self.chunks.results
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.width), jnp.float32)
+        accumulators = (accumulator,) * self.chunks.results
         plgpu.barrier_wait(bars.own)
         state, sums = pl.run_scoped(functools.partial(self.sum, cta), *accumulators)
         self.drain(cta)

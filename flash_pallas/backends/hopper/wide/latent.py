@@ -293,8 +293,8 @@ class LatentKernel:
         if smem.rest is not None:
             rest = self.matmuls.load_parts(smem.weights.at[1], inline.WGMMA)
             cta = dataclasses.replace(cta, q_rest=rest)
-        result = plgpu.ACC((WARPGROUP_ROWS, WIDTH), jnp.float32)
-        rows, o = pl.run_scoped(functools.partial(self.fold, cta), result)
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, WIDTH), jnp.float32)
+        rows, o = pl.run_scoped(functools.partial(self.fold, cta), accumulator)
         self.store(cta, rows, o)
 
     @functools.cached_property

@@ -163,15 +163,15 @@ def scratch(
         auxiliary=aux.buffers(slots, WARPGROUP_ROWS, WARPGROUP_ROWS),
         received=received_buffer(WARPGROUPS) if pair else None,
     )
-    both = bar(num_arrivals=WARPGROUPS)
+    both_arrive = bar(num_arrivals=WARPGROUPS)
     # Both warpgroups of one CTA arrive, which make as many arrivals as one warpgroup of each CTA.
     of_pair = empty_barrier(len(roles), 1, 1) if pair else None
     bars = WideBarriers(
         own=bar(num_arrivals=sum(counts)),
         full=bar(num_barriers=WARPGROUPS * chunks),
-        weights_full=both,
-        weights_empty=both,
-        rows=both if forward else None,
+        weights_full=both_arrive,
+        weights_empty=both_arrive,
+        rows=both_arrive if forward else None,
         auxiliary_full=bar(num_arrivals=aux.copies, num_barriers=slots) if streams else None,
         handed=of_pair,
         read=of_pair,
