@@ -178,11 +178,9 @@ def chunks_after_steps(
         into.counter if scheduler.dynamic else None,
     )
     state, (outputs, rows) = with_state(run, state, (out, rows))
-    packed_o = outputs.o if state.o is None else state.o
+    all_o = outputs.o if state.o is None else state.o
     of_rows = lambda x: None if x is None else x[0, :, : problem.tokens]
-    outputs = Outputs(
-        packed_o[0, : problem.tokens], of_rows(outputs.lse_log2), of_rows(outputs.shift)
-    )
+    outputs = Outputs(all_o[0, : problem.tokens], of_rows(outputs.lse_log2), of_rows(outputs.shift))
     return outputs, rows
 
 
