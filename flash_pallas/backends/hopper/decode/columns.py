@@ -128,7 +128,7 @@ class ColumnConsumer(Consumer):
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
         alpha = jnp.exp2((folded.m - finite) * log2_scale)
-        # Scaled after the difference, which is exact where it matters: of logits of any size.
+        # Scaled after the difference: that is exact where it matters, however large logits are.
         p = jnp.exp2((x - per_column(finite, x.shape)) * log2_scale + self.weight_bits)
         l = folded.l * per_column(alpha, p.shape) + p
         if v_scales is not None:
@@ -212,8 +212,8 @@ class ColumnConsumer(Consumer):
         position = modifiers.positions(s.shape, 0, first, self.plan.interpret)
         if held.k_scale is not None:
             s = s * per_column(held.k_scale, s.shape)
-        found = self.seen_logits(held, s, first, lambda: position, per_column)
-        x = found.x
+        z = self.seen_logits(held, s, first, lambda: position, per_column)
+        x = z.x
         if masked and held.drafts is not None:
             if held.first is not None:
                 x = jnp.where(position >= per_column(held.first, s.shape), x, -jnp.inf)
@@ -223,7 +223,7 @@ class ColumnConsumer(Consumer):
             if held.first is not None:
                 keep = keep & (position >= per_column(held.first, s.shape))
             x = jnp.where(keep, x, -jnp.inf)
-        return x, found.log2_scale
+        return x, z.log2_scale
 
     def output(self, cta: DecodeCta, keys: Keys, o_acc):
         """Waits for the last matmul, releases the last V if it is still held, and returns O^T."""

@@ -28,7 +28,7 @@ from .tiles import takes_wide
 # time; more warpgroups have the others. Four warpgroups took 2.6 us for 32 shares and one took 2.3
 # (H100, benchmarks/results/wide_decode_trials.txt). 128 in one took 20 s to compile.
 SHARES, MOST_JOINERS = 32, 4
-MOST_ELSEWHERE = 16  # that a warpgroup joins in a launch that has other things to do
+MOST_ELSEWHERE = 16  # shares that a warpgroup joins in the launch of another kernel
 
 
 class JoinSmem(NamedTuple):
@@ -72,20 +72,20 @@ class CombineKernel:
         packed = None if ends is None else packed_row(ends, lax.axis_index("batch"))
         row, splits = self.row(), self.plan.blocks.num_splits
         if self.joiners == 1:
-            found = self.part(self.shares(parts, row, range(splits)))
+            joined = self.part(self.shares(parts, row, range(splits)))
         else:
-            wg, each = lax.axis_index("wg"), -(-splits // self.joiners)
-            own = [wg * each + i for i in range(each)]
+            wg, per_joiner = lax.axis_index("wg"), -(-splits // self.joiners)
+            own = [wg * per_joiner + i for i in range(per_joiner)]
             exist = [n < splits for n in own] if splits % self.joiners else None
-            known = [lax.min(n, jnp.int32(splits - 1)) for n in own]
-            found = self.part(self.shares(parts, row, known), exist)
-            self.hand_over(smem[0], wg, found)
+            in_range = [lax.min(n, jnp.int32(splits - 1)) for n in own]
+            joined = self.part(self.shares(parts, row, in_range), exist)
+            self.hand_over(smem[0], wg, joined)
 
-        def finish(found):
-            self.finish(found, sinks, DecodeResults(out_o, out_lse, out_shift), row, packed)
+        def finish(joined):
+            self.finish(joined, sinks, DecodeResults(out_o, out_lse, out_shift), row, packed)
 
         if self.joiners == 1:
-            finish(found)
+            finish(joined)
         else:
             pl.when(wg == 0)(lambda: finish(self.handed_over(smem[0])))
 
@@ -114,8 +114,8 @@ class CombineKernel:
 
         @pl.when(packed[1])
         def _():
-            found = self.part(self.shares(parts, row, range(self.plan.blocks.num_splits)))
-            self.finish(found, sinks, out, row, packed)
+            joined = self.part(self.shares(parts, row, range(self.plan.blocks.num_splits)))
+            self.finish(joined, sinks, out, row, packed)
 
     def row(self) -> Row:
         """Returns the row of this CTA."""
@@ -137,34 +137,34 @@ class CombineKernel:
         place = row.batch, row.head
         return [self.share(parts, (*place, n), row.query, row.in_group) for n in splits]
 
-    def finish(self, found: Joined, sinks, out: DecodeResults, row: Row, packed):
+    def finish(self, joined: Joined, sinks, out: DecodeResults, row: Row, packed):
         """Joins the sink, if there is one, and writes the row; `packed` as in `store`."""
         if sinks is not None:
-            found = self.join(found, self.sink(sinks[row.batch, row.q_head]))
-        self.store(found, out, (row.batch, row.query, row.q_head), packed)
+            joined = self.join(joined, self.sink(sinks[row.batch, row.q_head]))
+        self.store(joined, out, (row.batch, row.query, row.q_head), packed)
 
-    def store(self, found: Joined, out: DecodeResults, row: tuple, packed):
+    def store(self, joined: Joined, out: DecodeResults, row: tuple, packed):
         """Divides by the sums and writes a row, (batch entry, query, query head).
 
         `packed` is (row of packed o, whether it exists); None: o is not packed.
         """
         batch, query, q_head = row
-        empty = found.sums == 0.0
-        sums = jnp.where(empty, 1.0, found.sums)
-        joined = found.most + jnp.log(sums) * softmax.LOG2E
-        result = (found.o * (1.0 / sums)).astype(out.o.dtype)
+        empty = joined.sums == 0.0
+        sums = jnp.where(empty, 1.0, joined.sums)
+        lse = joined.most + jnp.log(sums) * softmax.LOG2E
+        o = (joined.o * (1.0 / sums)).astype(out.o.dtype)
         if packed is None:
             target = self.own_columns(out.o.at[batch, query, q_head])
-            store_columns(result, target, self.plan.interpret)
+            store_columns(o, target, self.plan.interpret)
         else:
             place, exists = packed
             target = self.own_columns(out.o.at[place, q_head])
-            store_o = functools.partial(store_columns, result, target, self.plan.interpret)
+            store_o = functools.partial(store_columns, o, target, self.plan.interpret)
             pl.when(exists)(store_o)
 
         def store_row():
-            out.lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, joined)
-            out.shift[batch, q_head, query] = jnp.where(empty, 0.0, _finite(found.shift))
+            out.lse[batch, q_head, query] = jnp.where(empty, softmax.EMPTY_ROW, lse)
+            out.shift[batch, q_head, query] = jnp.where(empty, 0.0, _finite(joined.shift))
 
         if self.ctas == 1:
             store_row()
@@ -179,20 +179,20 @@ class CombineKernel:
     @property
     def columns(self) -> int:
         """Number of columns that a CTA joins."""
-        whole = combined_columns(self.plan.head_dims[1])
-        return whole if self.ctas == 1 else JOINING_THREADS
+        columns = combined_columns(self.plan.head_dims[1])
+        return columns if self.ctas == 1 else JOINING_THREADS
 
     def scratch(self) -> tuple:
-        """Returns what to allocate."""
+        """Returns the shared memory of a CTA, if its warpgroups exchange their parts."""
         if self.joiners == 1:
             return ()
         o, rows = (row_buffer((self.joiners, width)) for width in (self.columns, 3))
         return (JoinSmem(o, rows, plgpu.Barrier(num_arrivals=self.joiners)),)
 
-    def hand_over(self, smem: JoinSmem, wg, found: Joined):
+    def hand_over(self, smem: JoinSmem, wg, joined: Joined):
         """Writes what this warpgroup has joined to shared memory."""
-        smem.o[wg] = found.o
-        for i, x in enumerate(found[:3]):
+        smem.o[wg] = joined.o
+        for i, x in enumerate(joined[:3]):
             smem.rows[wg, i] = x
         plgpu.barrier_arrive(smem.met)
         plgpu.barrier_wait(smem.met)
@@ -228,9 +228,9 @@ class CombineKernel:
         """Factor that makes a shift a natural logit."""
         return self.plan.problem.unit
 
-    def relative(self, log2, shift, to):
-        """Returns base-2 log-sum-exps relative to another shift; -inf for rows that see no key."""
-        return (shift - _finite(to)) * (self.unit * softmax.LOG2E) + log2
+    def relative(self, log2, shift, new_shift):
+        """Returns base-2 log-sum-exps relative to a new shift; -inf for rows that see no key."""
+        return (shift - _finite(new_shift)) * (self.unit * softmax.LOG2E) + log2
 
     def part(
         self, shares: list[DecodeResults], exist: list | None = None, written: bool = True
@@ -245,15 +245,15 @@ class CombineKernel:
         lse = [share.lse[...] for share in shares]
         parts = [_load(share.o) for share in shares]  # before what must wait for lse
         if exist is not None and not written:
-            parts = [_where(e, x) for x, e in zip(parts, exist, strict=True)]
+            parts = [_where(exists, x) for x, exists in zip(parts, exist, strict=True)]
         seen = [x < softmax.EMPTY_ROW / 2 for x in lse]
         if exist is not None:
-            seen = [s & e for s, e in zip(seen, exist, strict=True)]
+            seen = [sees & exists for sees, exists in zip(seen, exist, strict=True)]
         shift = [share.shift[...] for share in shares]
-        shift = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, shift, strict=True)]
+        shift = [jnp.where(sees, x, -jnp.inf) for sees, x in zip(seen, shift, strict=True)]
         largest = functools.reduce(jnp.maximum, shift)
-        log2 = [jnp.where(s, x, -jnp.inf) for s, x in zip(seen, lse, strict=True)]
-        log2 = [self.relative(*both, largest) for both in zip(log2, shift, strict=True)]
+        log2 = [jnp.where(sees, x, -jnp.inf) for sees, x in zip(seen, lse, strict=True)]
+        log2 = [self.relative(x, old, largest) for x, old in zip(log2, shift, strict=True)]
         most = functools.reduce(jnp.maximum, log2)
         weights = [jnp.exp2(x - _finite(most)) for x in log2]
         total = functools.reduce(jnp.add, map(jnp.multiply, parts, weights))
@@ -323,8 +323,8 @@ def combine(
         name="flash_pallas_decode_combine",
         interpret=plan.interpret,
     )
-    joined = DecodeResults(*parts[:3])
-    return Outputs(*run(joined, sinks, None if packed is None else packed.ends))
+    shares = DecodeResults(*parts[:3])
+    return Outputs(*run(shares, sinks, None if packed is None else packed.ends))
 
 
 def _shapes(problem: DecodeProblem, packed: Packed | None) -> tuple:
@@ -374,8 +374,8 @@ class JoinKernel(CombineKernel):
             shares.append(self.share(shared, (tile, row.head, n), query, row.in_group))
         exist = [True] * number + [exists] * (len(shares) - number)
         # A tile without sequences has written nothing, and rows that no sequence has may be NaN.
-        found = self.part(shares, exist, written=False)
-        self.finish(found, sinks, DecodeResults(*out), row, packed)
+        joined = self.part(shares, exist, written=False)
+        self.finish(joined, sinks, DecodeResults(*out), row, packed)
 
 
 def join(

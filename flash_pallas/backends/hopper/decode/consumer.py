@@ -58,13 +58,13 @@ class Consumer(abc.ABC):
         self.settle(cta, keys)
 
         def fold(o_acc):
-            done = self.start(cta, keys)
+            folded = self.start(cta, keys)
             for low, high, masked in keys.zones(self.plan.problem.bounded_below):
                 own = self.with_drafts(cta, keys, held) if masked else held
                 step = functools.partial(self.step, cta, keys, own, o_acc, masked=masked)
-                done = lax.fori_loop(low, high, step, done)
+                folded = lax.fori_loop(low, high, step, folded)
             o = self.output(cta, keys, o_acc)
-            self.store(cta, held, o, done)
+            self.store(cta, held, o, folded)
 
         pl.run_scoped(fold, plgpu.ACC(self.output_shape, jnp.float32))
 
@@ -112,16 +112,16 @@ class Consumer(abc.ABC):
         if words is None:
             return held
         rows = self.plan.packed(cta.tile)
-        each = (rows.per_query(words.at[cta.batch, i]) for i in range(words.shape[1]))
-        return held._replace(drafts=DraftBits(tuple(each), keys.position))
+        row_words = (rows.per_query(words.at[cta.batch, i]) for i in range(words.shape[1]))
+        return held._replace(drafts=DraftBits(tuple(row_words), keys.position))
 
     def scales(self, cta: DecodeCta) -> tuple:
         """Returns (scale of K, scale of V), or (None, None) where each page has its own."""
         if self.plan.page_scales:
             return None, None
         entry = lambda x: cta.batch if x.shape[0] > 1 else 0
-        both = cta.gmem.k_scale, cta.gmem.v_scale
-        return tuple(None if x is None else x[entry(x), cta.head] for x in both)
+        scales = cta.gmem.k_scale, cta.gmem.v_scale
+        return tuple(None if x is None else x[entry(x), cta.head] for x in scales)
 
     def page_scales(self, cta: DecodeCta, kind: int, slot) -> list:
         """Returns the scales of the pages of a block of K (kind 0) or V (1), one a piece."""
@@ -167,11 +167,11 @@ class Consumer(abc.ABC):
         else:
             self.publish_part(cta, target.o, swizzle)
 
-        def of_rows():
+        def store_rows():
             packed.store_values(cta.smem.lse, target.lse)
             packed.store_values(cta.smem.shift, target.shift)
 
-        self.by_first(cta, of_rows)
+        self.by_first(cta, store_rows)
 
     def publish_part(self, cta: DecodeCta, target, swizzle: int):
         """Writes the warpgroup's part of the staged O to its columns of `target`."""

@@ -51,17 +51,17 @@ class DequantizingProducer:
 
         def step(n, state):
             # Ids of pages are loaded a block before they are used.
-            coming, scales = state
+            places_ahead, scales = state
             following = (
                 places(cta, keys.block(n + ahead + 1)),
                 self.pages.next_scales(cta, keys, n, scales),
             )
             for kind in self.plan.kinds:
                 self.widen(cta, keys, kind, n, scales)
-                again = functools.partial(
-                    self.fetch, cta, kind, n + ahead, keys.block(n + ahead), coming
+                fetch = functools.partial(
+                    self.fetch, cta, kind, n + ahead, keys.block(n + ahead), places_ahead
                 )
-                pl.when(n + ahead < keys.stop)(again)
+                pl.when(n + ahead < keys.stop)(fetch)
             return following
 
         first = places(cta, keys.block(ahead)), self.pages.first_scales(cta, keys)
@@ -81,10 +81,10 @@ class DequantizingProducer:
 
         @pl.loop(jnp.int32(0), count)
         def _(n):
-            own = block + n * self.plan.blocks.num_splits
-            places = self.pages.places(cta, own)
+            nth = block + n * self.plan.blocks.num_splits
+            places = self.pages.places(cta, nth)
             for kind in self.plan.kinds:
-                self.fetch(cta, kind, n, own, places)
+                self.fetch(cta, kind, n, nth, places)
 
     def fetch(self, cta: DecodeCta, kind: int, n, block, places: tuple):
         """Starts the copy of the n-th block of K (kind 0) or V (kind 1)."""
@@ -102,10 +102,10 @@ class DequantizingProducer:
         ring.wait_empty(use)
         tiles = self.tiles(kind, raw, tile)
         swizzle = (self.plan.k_swizzle, self.plan.v_swizzle)[kind]()
-        both = self.plan.raw_swizzle(kind), swizzle
+        swizzles = self.plan.raw_swizzle(kind), swizzle
         most = WIDE_PIECES if takes_wide(self.plan.problem) else None
         for source, target in tiles:
-            widen(source, target, both, self.plan.interpret, most)
+            widen(source, target, swizzles, self.plan.interpret, most)
         if kind == 1 and self.clears:
             first = keys.block(use) * self.plan.blocks.block_kv
             _, padded = self.plan.has_padding(keys, first)

@@ -34,10 +34,12 @@ class Pages:
         if table is None:
             return (cta.batch,)
         most, pages = jnp.int32(table.shape[-1] - 1), jnp.int32(cta.gmem.k.shape[0] - 1)
-        own = (cta.batch, cta.head) if self.plan.problem.of_heads else (cta.batch,)
-        found = (table[(*own, lax.min(self.page(j, i), most))] for i in range(self.plan.pieces))
+        entry = (cta.batch, cta.head) if self.plan.problem.of_heads else (cta.batch,)
+        page_ids = (
+            table[(*entry, lax.min(self.page(j, i), most))] for i in range(self.plan.pieces)
+        )
         # What the last block reads beyond the table's end, or of an entry never set, is hidden.
-        return tuple(lax.clamp(jnp.int32(0), page, pages) for page in found)
+        return tuple(lax.clamp(jnp.int32(0), page_id, pages) for page_id in page_ids)
 
     def page(self, j, piece: int):
         """Returns which of the sequence's pages a piece of a block lies in."""
@@ -54,39 +56,41 @@ class Pages:
         own, following, last = (self.places(cta, keys.block(n)) for n in range(3))
         return ScalesAhead(last, self.loaded_scales(cta, own), self.loaded_scales(cta, following))
 
-    def next_scales(self, cta: DecodeCta, keys: Keys, n, known) -> ScalesAhead | None:
-        """Returns what is known of the blocks from n + 1 on, from what is of those from n on.
+    def next_scales(
+        self, cta: DecodeCta, keys: Keys, n, ahead: ScalesAhead | None
+    ) -> ScalesAhead | None:
+        """Returns the scales of the blocks from n + 1 on; `ahead` has those from n on.
 
         The compute warpgroup would load scales a block ahead, and a busy memory takes longer than a
         block to answer. Here they are under way for two blocks, and the page ids that say where
         they are for another one.
         """
-        if known is None:
+        if ahead is None:
             return None
-        last = self.loaded_scales(cta, known.places)
-        return ScalesAhead(self.places(cta, keys.block(n + 3)), known.following, last)
+        last = self.loaded_scales(cta, ahead.places)
+        return ScalesAhead(self.places(cta, keys.block(n + 3)), ahead.following, last)
 
     def loaded_scales(self, cta: DecodeCta, places: tuple) -> tuple:
         """Loads (scales of K, scales of V) of a block, f32, one for each piece."""
 
-        def scale(of, page):
-            if of is None:
+        def scale(scales, page):
+            if scales is None:
                 return jnp.float32(1.0)
-            return of[page if of.shape[0] > 1 else 0, cta.head]
+            return scales[page if scales.shape[0] > 1 else 0, cta.head]
 
         kinds = cta.gmem.k_scale, cta.gmem.v_scale
-        return tuple(tuple(scale(of, page) for page in places) for of in kinds)
+        return tuple(tuple(scale(scales, page) for page in places) for scales in kinds)
 
     def hand_over(self, cta: DecodeCta, keys: Keys, n, slot, scales: tuple, kinds=range(2)):
         """Puts the n-th block's scales of K (kind 0) and V (1) next to it."""
         for kind in kinds:
-            for i, found in enumerate(scales[kind]):
+            for i, scale in enumerate(scales[kind]):
                 first = self.first_key(keys.block(n), i)
                 exists = first < keys.length
                 if keys.start is not None:
                     exists = exists & (first + self.plan.piece_rows > keys.start)
-                # That of a page of padding may be NaN, as its keys may.
-                cta.smem.scales[kind, slot, i] = lax.select(exists, found, jnp.float32(1.0))
+                # The scale of a page of padding may be NaN, as its keys may.
+                cta.smem.scales[kind, slot, i] = lax.select(exists, scale, jnp.float32(1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +108,7 @@ class DecodeProducer:
         """Loads all blocks of this CTA, then waits for their release."""
         guessed, first = self.plan.guessed(cta), None
         if cta.gmem.ends is not None and self.plan.guesses:
-            # What says whether there is a row, and the ids of the first pages, come at one time.
+            # Loads the ids of the first pages together with what says whether there is a row.
             first = self.pages.places(cta, cta.split)
             guessed, first = lax.optimization_barrier((guessed, first))
         pl.when(guessed > 0)(lambda: self.guess(cta, guessed, first))
@@ -145,14 +149,14 @@ class DecodeProducer:
         """
         places = lambda n: self.pages.places(cta, keys.block(n))
 
-        def load(n, known):
-            own, next_one = known
-            following = places(n + 2)
+        def load(n, ahead):
+            own, following = ahead
+            last = places(n + 2)
             new = (n + 1 < keys.stop) & (n + 1 >= guessed)
-            pl.when(new)(lambda: self.load_k(cta, keys, n + 1, next_one))
+            pl.when(new)(lambda: self.load_k(cta, keys, n + 1, following))
             new = n >= lax.min(guessed, self.plan.v_slots)
             pl.when(new)(lambda: self.load_v(cta, keys, n, own))
-            return next_one, following
+            return following, last
 
         first, new = places(0), (keys.stop > 0) & (guessed == 0)
         pl.when(new)(lambda: self.load_k(cta, keys, jnp.int32(0), first))
@@ -178,12 +182,12 @@ class DecodeProducer:
         pl.loop(jnp.int32(first is not None), count)(copy)
 
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
-        """Issues the copy of a block of K into the slot of the n-th."""
+        """Issues the copy of a block of K into the slot of the n-th block."""
         slot = cta.k.slot(n)
         self.copy(cta, cta.gmem.k, cta.smem.k.at[slot], cta.bars.k_full.at[slot], block, places)
 
     def copy_v(self, cta: DecodeCta, n, block, places: tuple):
-        """Issues the copy of a block of V into the slot of the n-th."""
+        """Issues the copy of a block of V into the slot of the n-th block."""
         slot = cta.v.slot(n)
         self.copy_values(cta, cta.smem.v.at[slot], cta.bars.v_full.at[slot], block, places)
 
@@ -210,12 +214,12 @@ class DecodeProducer:
             self.load_cleared(cta, keys, n, places)
 
     def load_k(self, cta: DecodeCta, keys: Keys, n, places: tuple):
-        """Loads the n-th block of K when its slot is empty."""
+        """Waits until the slot of the n-th block of K is empty, and issues its copy."""
         cta.k.wait_empty(n)
         self.copy_k(cta, n, keys.block(n), places)
 
     def load_v(self, cta: DecodeCta, keys: Keys, n, places: tuple):
-        """Loads the n-th block of V when its slot is empty."""
+        """Waits until the slot of the n-th block of V is empty, and issues its copy."""
         cta.v.wait_empty(n)
         self.copy_v(cta, n, keys.block(n), places)
 
@@ -223,9 +227,9 @@ class DecodeProducer:
         """Loads the n-th block of V, with zeros in place of padding."""
         block = self.plan.blocks.block_kv
         first = keys.block(n) * block
-        whole, padded = self.plan.has_padding(keys, first)
+        full, padded = self.plan.has_padding(keys, first)
         cta.v.wait_empty(n)
-        pl.when(whole)(lambda: self.copy_v(cta, n, keys.block(n), places))
+        pl.when(full)(lambda: self.copy_v(cta, n, keys.block(n), places))
 
         @pl.when(padded)
         def _():
@@ -250,5 +254,5 @@ class DecodeProducer:
             if page_size is not None:
                 first = lax.rem(first, jnp.int32(page_size))
             piece = tile if len(places) == 1 else tile.at[pl.ds(i * rows, rows)]
-            at = (place, pl.ds(first, rows), cta.head)
-            plgpu.copy_gmem_to_smem(rows_of(source, at, tile, column), piece, barrier)
+            index = (place, pl.ds(first, rows), cta.head)
+            plgpu.copy_gmem_to_smem(rows_of(source, index, tile, column), piece, barrier)

@@ -14,7 +14,7 @@ from ....core.problem import Operands, Outputs, Problem
 from . import tiles
 from .kernel import decode as launch_decode
 
-# Everything else in a call keeps it from these kernels. `q_lengths` are outside of all kernels.
+# Features of the calls that these kernels take. `q_lengths` are handled outside of all kernels.
 _FEATURES = frozenset({"q_offset", "q_lengths", "kv_lengths", "sinks"})
 
 
@@ -30,7 +30,7 @@ def described(problem: Problem) -> decode.DecodeProblem | None:
         return None
     if not mask.is_trivial and (mask.right != 0 or (mask.left or 0) < 0):
         return None
-    found = decode.DecodeProblem(
+    as_decoded = decode.DecodeProblem(
         batch=problem.batch,
         q_len=problem.q_len,
         kv_len=problem.kv_len,
@@ -43,7 +43,7 @@ def described(problem: Problem) -> decode.DecodeProblem | None:
         spec=decode.DecodeSpec(spec.scale, mask.left, spec.softcap),
         features=problem.features & {"sinks"},
     )
-    return None if tiles.unsupported(found) else found
+    return None if tiles.unsupported(as_decoded) else as_decoded
 
 
 def packs(problem: Problem, num_sms: int) -> bool:
@@ -90,10 +90,10 @@ def forward_packed(problem: Problem, operands: Operands, num_sms: int, interpret
     everywhere = lambda value: jnp.full((problem.batch,), value, jnp.int32)
     lengths, offset = operands.kv_lengths, operands.q_offset
     if problem.spec.mask.is_trivial:
-        offset = everywhere(problem.kv_len)  # after all keys, every query sees them all
+        offset = everywhere(problem.kv_len)  # behind all keys: each query sees every key
     elif offset is None:
         offset = everywhere(problem.spec.q_offset)
-    given = decode.DecodeOperands(
+    decode_operands = decode.DecodeOperands(
         q=operands.q,
         k=operands.k,
         v=operands.v,
@@ -102,4 +102,4 @@ def forward_packed(problem: Problem, operands: Operands, num_sms: int, interpret
         sinks=operands.sinks,
     )
     blocks = tiles.choose_decode(as_decoded, num_sms)
-    return launch_decode(as_decoded, blocks, given, interpret)
+    return launch_decode(as_decoded, blocks, decode_operands, interpret)

@@ -21,7 +21,7 @@ from ..common import pipeline
 from ..common.pipeline import Ring
 from .tiles import DecodeBarriers, DecodeLayout, DecodeSmem, takes_wide
 
-JOINING_THREADS = 128  # of the one warpgroup that joins a row of shares, one element or more each
+JOINING_THREADS = 128  # of the warpgroup that joins a row of shares, one element or more each
 
 
 class DecodeGmem(NamedTuple):
@@ -89,7 +89,7 @@ class Keys(NamedTuple):
     mask: Mask  # of the sequence
 
     def block(self, n):
-        """Returns which KV block the n-th is."""
+        """Returns the index of the CTA's n-th KV block."""
         return self.first + n * self.step
 
     def zones(self, windowed: bool):
@@ -138,12 +138,11 @@ class DecodePlan(DecodeLayout):
         return self.problem.q_len * self.problem.group
 
     def packed(self, tile) -> PackedGqa:
-        """Returns the rows of a tile."""
+        """Returns the (query, head) pairs that are the rows of a tile."""
         first = tile * WARPGROUP_ROWS
         layout = inline.COLS if self.blocks.upright else inline.ROWS
-        sizes = self.problem.q_len, self.problem.group
-        at_once = takes_wide(self.problem)
-        return PackedGqa(*sizes, first, self.interpret, self.tile_rows, layout, at_once)
+        q_len, group, at_once = self.problem.q_len, self.problem.group, takes_wide(self.problem)
+        return PackedGqa(q_len, group, first, self.interpret, self.tile_rows, layout, at_once)
 
     def by_key_head(self, x, axis: int):
         """Reshapes the axis [N] of x to [K, group], without a copy; None stays None."""
@@ -175,7 +174,7 @@ class DecodePlan(DecodeLayout):
         return DecodeResults(self.of_entry(cta, cta.out.o), *rows)
 
     def of_entry(self, cta: DecodeCta, x):
-        """Returns q or o of the CTA's entry and head, [T, group, columns]; of no row row 0."""
+        """Returns q or o of the CTA's entry and head, [T, group, columns]; row 0 if it has none."""
         if cta.gmem.ends is None:
             return x.at[cta.batch, :, cta.head]
         row, _ = packed_row(cta.gmem.ends, cta.batch)
@@ -225,11 +224,11 @@ class DecodePlan(DecodeLayout):
         if not self.guesses:
             return jnp.int32(0)
         room = -(-self.problem.kv_len // self.blocks.block_kv)
-        found = lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
+        count = lax.min(self._uses(cta.split, room), jnp.int32(self.blocks.stages))
         if cta.gmem.ends is None:
-            return found
+            return count
         _, exists = packed_row(cta.gmem.ends, cta.batch)
-        return lax.select(exists, found, jnp.int32(0))
+        return lax.select(exists, count, jnp.int32(0))
 
     def where_v_has(self, n, run: Callable[[], None]):
         """Calls `run` if there is a slot for the n-th of the blocks of V that are guessed."""
@@ -243,25 +242,27 @@ class DecodePlan(DecodeLayout):
 
         That way all CTAs read neighbouring blocks at one time.
         """
-        own = (cta.batch, cta.head) if self.problem.of_heads else cta.batch
+        entry = (cta.batch, cta.head) if self.problem.of_heads else cta.batch
         ends, offset = cta.gmem.ends, cta.gmem.q_offset
         length, position = self.problem.key_range(
-            cta.gmem.kv_lengths[own],
+            cta.gmem.kv_lengths[entry],
             None if offset is None else offset[cta.batch],
             None if ends is None else packed_row(ends, cta.batch)[1],
         )
         first, last = self.queries(cta.tile)
-        bounds = cta.gmem.kv_starts, cta.gmem.window_left
-        mask, start = self.problem.lower_bound(*bounds, cta.batch, (length, position))
-        rows = position + first, last - first + 1
-        seen = mask.kv_blocks(*rows, length, self.blocks.block_kv, start)
-        block = cta.split if mask.left is None else seen.start + cta.split
+        mask, start = self.problem.lower_bound(
+            cta.gmem.kv_starts, cta.gmem.window_left, cta.batch, (length, position)
+        )
+        kv_range = mask.kv_blocks(
+            position + first, last - first + 1, length, self.blocks.block_kv, start
+        )
+        block = cta.split if mask.left is None else kv_range.start + cta.split
         return Keys(
             first=block,
             step=self.blocks.num_splits,
-            full_start=self._uses(block, seen.full_start),
-            full_stop=self._uses(block, seen.full_stop),
-            stop=self._uses(block, seen.stop),
+            full_start=self._uses(block, kv_range.full_start),
+            full_stop=self._uses(block, kv_range.full_stop),
+            stop=self._uses(block, kv_range.stop),
             length=length,
             position=position,
             start=start,
@@ -269,12 +270,12 @@ class DecodePlan(DecodeLayout):
         )
 
     def has_padding(self, keys: Keys, first):
-        """Returns (no, yes), bools: whether a block from key `first` on has keys outside these."""
+        """Returns (full, padded), bools: whether a block from key `first` on has only keys."""
         valid, block = keys.length - first, self.blocks.block_kv
-        no, yes = valid >= block, valid < block
+        full, padded = valid >= block, valid < block
         if keys.start is None:
-            return no, yes
-        return no & (keys.start <= first), yes | (keys.start > first)
+            return full, padded
+        return full & (keys.start <= first), padded | (keys.start > first)
 
     def clear_padding(self, tile, keys: Keys, first, swizzle: int):
         """Zeroes the rows of a block of V, from key `first` on, that are no keys of the sequence.

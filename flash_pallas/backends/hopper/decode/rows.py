@@ -79,10 +79,10 @@ class RowConsumer(Consumer):
         # A row that has seen no key yet gets weights of exp2(-inf), not NaN.
         finite = jnp.where(m == -jnp.inf, jnp.zeros_like(m), m) if masked else m
         alpha = jnp.exp2((folded.m - finite) * log2_scale)
-        # Scaled after the difference, which is exact where it matters: of logits of any size.
+        # Scaled after the difference: that is exact where it matters, however large logits are.
         p = jnp.exp2((x - per_row(finite, x.shape)) * log2_scale)
-        own = inline.lane_sums(p, self.plan.interpret)
-        l = folded.l * per_row(alpha, folded.l.shape) + own
+        sums = inline.lane_sums(p, self.plan.interpret)
+        l = folded.l * per_row(alpha, folded.l.shape) + sums
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         o_acc[...] = o * per_row(alpha, o.shape)
         if not self.plan.shares:
@@ -99,8 +99,8 @@ class RowConsumer(Consumer):
         """Returns the warpgroup's columns of a block of V, in shared memory."""
         v, columns = cta.smem.v.at[self.plan.slot(cta.v, use)], self.plan.part_columns
         if self.plan.shares:
-            own = jnp.int32(0) if self.plan.parts == 1 else lax.optimization_barrier(cta.part)
-            return v.at[:, pl.ds(own * columns, columns)]
+            part = jnp.int32(0) if self.plan.parts == 1 else lax.optimization_barrier(cta.part)
+            return v.at[:, pl.ds(part * columns, columns)]
         return v if self.plan.parts == 1 else v.at[lax.optimization_barrier(cta.part)]
 
     def clear_values(self, cta: DecodeCta, keys: Keys, use):
@@ -109,14 +109,14 @@ class RowConsumer(Consumer):
         swizzle, first = self.plan.q_swizzle(cta.gmem), keys.block(use) * tile.shape[0]
         clear = functools.partial(self.plan.clear_padding, tile, keys, first, swizzle)
 
-        def together():
+        def clear_together():
             self.meet(cta)
             self.by_first(cta, clear)
             plgpu.commit_smem()
             self.meet(cta)
 
         _, padded = self.plan.has_padding(keys, first)
-        pl.when(padded)(together)
+        pl.when(padded)(clear_together)
 
     def queries(self, cta: DecodeCta):
         """Returns the Q tile in shared memory."""
@@ -136,8 +136,8 @@ class RowConsumer(Consumer):
         if held.k_scale is not None:
             s = s * held.k_scale
         position = lambda: modifiers.positions(s.shape, 1, first, self.plan.interpret)
-        found = self.seen_logits(held, s, first, position, per_row)
-        x = found.x
+        z = self.seen_logits(held, s, first, position, per_row)
+        x = z.x
         if masked:
             low = None if held.first is None else held.first - first
             if held.drafts is not None:
@@ -145,7 +145,7 @@ class RowConsumer(Consumer):
                 x = draft_bits.hide(x, held.drafts, first, 1, self.plan.interpret)
             else:
                 x = inline.hide_outside(x, low, held.last - first, self.plan.interpret)
-        return x, found.log2_scale
+        return x, z.log2_scale
 
     def output(self, cta: DecodeCta, keys: Keys, o_acc):
         """Returns O; each step has waited for its own matmul, in every compute warpgroup."""
@@ -161,8 +161,8 @@ class RowConsumer(Consumer):
         staged = cta.smem.o if self.plan.parts == 1 else cta.smem.o.at[cta.part]
         staged[...] = o.astype(staged.dtype)
 
-        def of_rows():
+        def stage_rows():
             cta.smem.lse[...], cta.smem.shift[...] = lse, shift
 
-        self.by_first(cta, of_rows)
+        self.by_first(cta, stage_rows)
         self.publish(cta, swizzles(staged.shape[1], staged.dtype)[0])

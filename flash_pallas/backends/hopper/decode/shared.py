@@ -59,8 +59,8 @@ def decode_shared(
     shared = launched(joinable, calls.prefix)
     parts = launched(own, calls.rest._replace(q=q), packed)
     places = Places(calls.sharing.tile, calls.sharing.slot)
-    found = join((own, joinable), parts, shared, places, operands.sinks, packed)
-    return found, parts.counter
+    outputs = join((own, joinable), parts, shared, places, operands.sinks, packed)
+    return outputs, parts.counter
 
 
 def takes(problem: DecodeProblem) -> bool:

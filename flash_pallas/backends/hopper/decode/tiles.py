@@ -20,8 +20,8 @@ from ..forward.tiles import NATIVE_HEAD_DIMS, native_head_dims
 
 SMEM_PER_SM = 233_472  # bytes of an SM
 RESERVED_BYTES = 1024  # that each CTA takes beyond what it asks for
-# Blocks of keys that the start and the end of a CTA cost as much time as: the first copies take
-# about 1 us, in which an SM's share of 4 TB/s is 32 KB, and so do its last stores.
+# The start and the end of a CTA cost as much time as so many blocks of keys: the first copies take
+# about 1 us, in which an SM's share of 4 TB/s is 32 KB, and so do the last stores.
 START_BLOCKS = 2
 MOST_STAGES = 8
 UPRIGHT_ROWS = 16  # queries times heads of a group: see `takes_upright`
@@ -30,9 +30,9 @@ UPRIGHT_ROWS = 16  # queries times heads of a group: see `takes_upright`
 # four 20.4, and at B=16 67.1, 67.1 and six 69.1.
 UPRIGHT_BYTES = 65_536
 NARROWEST_RAW = 32  # bytes of a row of a tile for TMA
-MIN_KEYS_PER_SPLIT = 256  # fewer, and starting costs as much as reading
-# Of two CTAs one makes eight bits 16 while the other multiplies, of one neither: int8, H200, S=32k,
-# 16 ranges 27.8 us and 32 20.4; B=16, S=8k, one range 89.3 and two 67.1.
+MIN_KEYS_PER_SPLIT = 256  # with fewer, the start of a CTA costs as much as what it reads
+# Rate of a CTA in eight bits that has an SM to itself. Of two on an SM one widens a block while the
+# other multiplies. int8, H200, S=32k: 16 ranges 27.8 us, 32 20.4; B=16, S=8k: one 89.3, two 67.1.
 LONE_RATE = 0.7
 NEARLY_BEST = 1.01  # of the modelled time: fewer splits write and read fewer partial results
 WIDEST = (576, 512)  # head dims of q and k, and of v: those of multi-head latent attention
@@ -104,8 +104,8 @@ class DecodeBlocks:
 
     def ctas_per_sm(self, problem: DecodeProblem) -> int:
         """Returns how many CTAs run on an SM at one time: 1 or 2."""
-        each = self.smem_bytes(problem) + RESERVED_BYTES
-        return 2 if self._takes_few_registers(problem) and 2 * each <= SMEM_PER_SM else 1
+        cta_bytes = self.smem_bytes(problem) + RESERVED_BYTES
+        return 2 if self._takes_few_registers(problem) and 2 * cta_bytes <= SMEM_PER_SM else 1
 
     def _takes_few_registers(self, problem: DecodeProblem) -> bool:
         """Checks for at most 128 registers per thread: two CTAs of 256 threads then share an SM.
@@ -234,9 +234,9 @@ def wide_rows(problem: DecodeProblem) -> DecodeBlocks:
     eight bits two widened blocks of 32 keys do.
     """
     if problem.quantised:
-        found = _deepest_widened(problem, {"block_kv": WIDE_KEYS, "num_splits": 2})
-        assert found is not None, f"no blocks fit: {problem}"
-        return found
+        widened = _deepest_widened(problem, {"block_kv": WIDE_KEYS, "num_splits": 2})
+        assert widened is not None, f"no blocks fit: {problem}"
+        return widened
     for keys in (2 * WIDE_KEYS,) * shares_tiles(problem) + (WIDE_KEYS,):
         for stages in range(MOST_STAGES, 0, -1):
             blocks = DecodeBlocks(keys, stages, num_splits=2)
@@ -590,8 +590,8 @@ class DecodeLayout:
             inputs = DecodeInputs(*self.raw(slots))
         if self.stages_over_q:
             inputs, q = inputs._replace(q=q), None
-        result = jnp.float32 if self.several else self.problem.dtype
-        staging = tile_buffer((*part, rows, v_head_dim), result), *[row_buffer((rows,))] * 2
+        o_dtype = jnp.float32 if self.several else self.problem.dtype
+        staging = tile_buffer((*part, rows, v_head_dim), o_dtype), *[row_buffer((rows,))] * 2
         smem = DecodeSmem(q, plgpu.RefUnion(inputs, staging))
         empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
         of_values = barrier(self.pieces, self.v_slots), barrier(1, self.v_slots)

@@ -86,7 +86,7 @@ def forward(
     Returns:
         Outputs: o, a result of common/wgmma.py, is as long as q; others are as long as whole tiles.
     """
-    several = blocks.persistent and blocks.producer and bool(blocks.speculates)
+    may_leave = blocks.persistent and blocks.producer and bool(blocks.speculates)
     blocks = blocks.possible(problem)
     rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
     num_ctas = num_sms * blocks.teams if blocks.persistent else None
@@ -95,7 +95,7 @@ def forward(
     if problem.is_listed:
         lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
         lists = scheduler.ordered(lists)
-    first, *rest = parts(scheduler.num_tiles, several and leaves_in_forward(problem))
+    first, *rest = parts(scheduler.num_tiles, may_leave and leaves_in_forward(problem))
     plan = ForwardPlan(problem, blocks, scheduler, interpret, first)
     offset, hides = problem.spec.q_offset, problem.hides_by_arrays and lists is None
     table = scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])
@@ -109,7 +109,7 @@ def forward(
             else None
         ),
         padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
-        whole=bounds.kv_whole(operands, WARPGROUP_ROWS, blocks.block_kv) if hides else None,
+        kv_whole=bounds.kv_whole(operands, WARPGROUP_ROWS, blocks.block_kv) if hides else None,
         lists=lists,
         aux=plan.aux.arrays(operands),
     )
@@ -121,7 +121,7 @@ def forward(
         max_logit=per_row if problem.spec.max_logit else None,
     )
     left = jax.ShapeDtypeStruct((scheduler.num_ctas, blocks.warpgroups, 1), jnp.int32)
-    results = out, left if rest else None
+    shapes = out, left if rest else None
     run = functools.partial(
         launch,
         scratch=team_scratch(problem, blocks, gmem.q, gmem.v, out.o),
@@ -129,19 +129,22 @@ def forward(
         threads=(blocks.warpgroups + blocks.producer) * blocks.teams,
         interpret=interpret,
     )
-    call = functools.partial(run, out=results, name="flash_pallas_forward")
+    call = functools.partial(run, out=shapes, name="flash_pallas_forward")
     if claims:
         kernel = lambda counter: call(functools.partial(forward_teams, plan, counter))(gmem)
-        found = with_counter(kernel, results)
+        results = with_counter(kernel, shapes)
     else:
-        found = call(functools.partial(forward_teams, plan, None))(gmem)
+        results = call(functools.partial(forward_teams, plan, None))(gmem)
     for part in rest:
-        found = launch_for_rest(dataclasses.replace(plan, part=part), run, gmem, found)
-    return found[0]
+        results = launch_for_rest(dataclasses.replace(plan, part=part), run, gmem, results)
+    return results[0]
 
 
 def launch_for_rest(plan: ForwardPlan, run, gmem: ForwardGmem, results):
-    """Launches the kernel for the rows that an earlier launch has left; returns its `results`."""
+    """Launches the kernel for the rows that an earlier launch has left, and returns all results.
+
+    `results` are those of the earlier launch, (out, left), which this one completes.
+    """
 
     def write(refs):
         kernel = functools.partial(cta_for_rest, plan, refs)
@@ -155,9 +158,9 @@ def cta_for_rest(plan: ForwardPlan, results, gmem: ForwardGmem, *smem: ForwardSm
     out, left = results
 
     def run(index, wg, smem):
-        some = [left[index, each, 0] for each in range(plan.blocks.warpgroups)]
+        flags = [left[index, i, 0] for i in range(plan.blocks.warpgroups)]
         team = functools.partial(forward_cta, plan, None, gmem, out, left, smem, (index, wg))
-        pl.when(functools.reduce(lax.max, some) > 0)(team)
+        pl.when(functools.reduce(lax.max, flags) > 0)(team)
 
     each_team(plan, smem, run)
 
@@ -181,18 +184,18 @@ def each_team(plan: ForwardPlan, smem: tuple[ForwardSmem, ...], run: Callable):
     size = plan.blocks.warpgroups + plan.blocks.producer
     for team, own in enumerate(smem):
         index, within = cta * len(smem) + team, wg - size * team
-        mine = (within >= 0) & (within < size) & (index < plan.scheduler.num_ctas)
-        pl.when(mine)(functools.partial(run, index, within, own))
+        is_own = (within >= 0) & (within < size) & (index < plan.scheduler.num_ctas)
+        pl.when(is_own)(functools.partial(run, index, within, own))
 
 
 def forward_cta(
-    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, smem: ForwardSmem, at
+    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, smem: ForwardSmem, indices
 ):
     """Runs a team of a CTA: gives each of its warpgroups its role, consumer or producer.
 
-    `at` is (index of the team, index of the warpgroup); see ForwardCta for the others.
+    `indices` are those of the team and of the warpgroup; see ForwardCta for the others.
     """
-    blocks, (index, wg) = plan.blocks, at
+    blocks, (index, wg) = plan.blocks, indices
     cta = plan.cta_type(
         plan=plan,
         gmem=gmem,
@@ -222,12 +225,12 @@ def consume(cta: ForwardCta):
         cta.left[cta.index, cta.wg, 0] = jnp.int32(0)
     number = plan.scheduler.first(cta)
     tile = cta.q_tile(number)
-    seen = cta if plan.blocks.producer else load_inline_first(cta, number)
+    step_cta = cta if plan.blocks.producer else load_inline_first(cta, number)
     tile = tile._replace(fragments=cta.row_fragments(tile))
     plgpu.barrier_wait(smem.q_full.at[cta.wg])
     cta.k.wait_full(first)
     s = plan.matmuls.scores(smem.q.at[cta.wg], smem.k.at[0])
-    rows = first_softmax(seen, tile, s, first)
+    rows = first_softmax(step_cta, tile, s, first)
     p = plan.matmuls.split(rows.p)
     rows = rows._replace(p=p, only=joined(plan, None, p, "last"))
     ping_pong_start(cta)
@@ -248,19 +251,19 @@ def mainloop(cta: ForwardCta, n, number, carry):
 
     def steps(o_acc):
         rows, used = carry
-        tile, following, seen = cta.q_tile(number)._replace(used=used), None, cta
+        tile, following, step_cta = cta.q_tile(number)._replace(used=used), None, cta
         if not plan.blocks.producer:
-            seen, following = load_inline(cta, n, number, tile)
-        tile = tile._replace(fragments=seen.row_fragments(tile))
-        for edges, low, high in seen.zones(tile):
-            at_block = functools.partial(step, seen, tile, o_acc, edges=edges)
-            rows = lax.fori_loop(low, high, at_block, rows)
+            step_cta, following = load_inline(cta, n, number, tile)
+        tile = tile._replace(fragments=step_cta.row_fragments(tile))
+        for edges, low, high in step_cta.zones(tile):
+            fold_block = functools.partial(step, step_cta, tile, o_acc, edges=edges)
+            rows = lax.fori_loop(low, high, fold_block, rows)
         after = used + tile.kv_blocks
         if not plan.blocks.persistent:
-            epilogue(seen, tile, rows, after, o_acc)
+            epilogue(step_cta, tile, rows, after, o_acc)
             return (rows, after), None
-        following = following or plan.scheduler.following(seen, n)
-        rows = overlapped_epilogue(seen, number, following, rows, after, o_acc)
+        following = following or plan.scheduler.following(step_cta, n)
+        rows = overlapped_epilogue(step_cta, number, following, rows, after, o_acc)
         return (rows, after), following
 
     o_acc = plgpu.ACC((WARPGROUP_ROWS, plan.problem.v_head_dim), jnp.float32)
@@ -276,7 +279,7 @@ def step(cta: ForwardCta, tile: QTile, o_acc, j, rows: ForwardRows, *, edges: st
     """
     use = tile.used + j
     if tile.listed is not None:
-        tile = tile._replace(found=tile.kv_block(j))  # under the wait for K
+        tile = tile._replace(step_block=tile.kv_block(j))  # under the wait for K
     cta.k.wait_full(use)
     s = matmuls(cta, cta.smem.q.at[cta.wg], use, rows.p, o_acc)  # issues (1), (2); waits for (1)
     z = logits(cta, tile, s, j, edges, use)  # scaled, modified and masked; releases K
@@ -354,8 +357,8 @@ def epilogue(cta: ForwardCta, tile: QTile, rows: ForwardRows, after, o_acc):
     cta.v.wait_full(after - 1)
     cta.plan.matmuls.multiply(o_acc, rows.p, cta.smem.v.at[cta.v.slot(after - 1)])
     o = cta.wait_pv(o_acc, after)
-    inverse, found = finish_rows(cta, tile, rows)
-    store_tile(cta, tile, o, inverse, found)
+    inverse, row_outputs = finish_rows(cta, tile, rows)
+    store_tile(cta, tile, o, inverse, row_outputs)
 
 
 def overlapped_epilogue(
@@ -401,29 +404,29 @@ def overlapped_epilogue(
     start = lax.optimization_barrier(start)
     o = cta.wait_pv(o_acc, after)
     p = plan.matmuls.split(start.p)
-    inverse, found = finish_rows(cta, tile, rows) if finished is None else finished
-    store_tile(cta, tile, o, inverse, found, rows_are_staged=early)
+    inverse, row_outputs = finish_rows(cta, tile, rows) if finished is None else finished
+    store_tile(cta, tile, o, inverse, row_outputs, rows_are_staged=early)
     return start._replace(p=p, only=joined(plan, None, p, "last"))
 
 
 def finish_rows(cta: ForwardCta, tile: QTile, rows: ForwardRows):
     """Finishes the rows, and waits until the previous tile's results have left shared memory."""
-    found = finish(cta, tile, rows)
+    finished = finish(cta, tile, rows)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    return found
+    return finished
 
 
-def stage_rows(cta: ForwardCta, found: Outputs):
+def stage_rows(cta: ForwardCta, row_outputs: Outputs):
     """Writes the per-row results to shared memory."""
     wg = lax.optimization_barrier(cta.wg)  # as in `store_tile`
     for name in PER_ROW:
         buffer = getattr(cta.smem, name)
         if buffer is not None:  # the zeros of Part.NEAR have no layout
-            buffer[wg] = plgpu.layout_cast(getattr(found, name), inline.ROWS)
+            buffer[wg] = plgpu.layout_cast(getattr(row_outputs, name), inline.ROWS)
 
 
 def store_tile(
-    cta: ForwardCta, tile: QTile, o, inverse, found: Outputs, *, rows_are_staged: bool = False
+    cta: ForwardCta, tile: QTile, o, inverse, row_outputs: Outputs, *, rows_are_staged: bool = False
 ):
     """Divides O by the row sums and issues the copies of all results.
 
@@ -432,7 +435,7 @@ def store_tile(
         tile: the Q tile.
         o: f32[64, Hv].
         inverse: f32[64], what O is multiplied by.
-        found: the per-row results.
+        row_outputs: the per-row results.
         rows_are_staged: `stage_rows` has already run for this tile.
     """
     # Not to be hoisted: addresses made from it would be held over the loops, in local memory.
@@ -441,7 +444,7 @@ def store_tile(
     staging = smem.q if smem.o is None else smem.o
     plan.matmuls.store(staging.at[wg], o * per_row(inverse, o.shape))
     if not rows_are_staged:
-        stage_rows(cta, found)
+        stage_rows(cta, row_outputs)
     plgpu.commit_smem()
     cta.store_rows(tile, wg, staging)
 
@@ -543,8 +546,8 @@ class Ahead(NamedTuple):
     number: Any  # of the tile
     used: Any  # ring position of its first block
     end: Any  # ring position after its last block
-    following: Any = None  # number of the tile after it; None where nobody knows yet
-    limit: Any = None  # ring position after that one's last block
+    following: Any = None  # number of the tile after it; None while it is unknown
+    limit: Any = None  # ring position after the last block of the tile after it
 
 
 def load_inline_first(cta: ForwardCta, number) -> ForwardCta:
@@ -636,6 +639,6 @@ def fill_inline(cta: ForwardCta, load, ahead: Ahead, use):
             inside = use < ahead.end
             number = lax.select(inside, number, ahead.following)
             before = lax.select(inside, before, ahead.end)
-        # What follows from the number is found anew: held over the loop it would spill.
+        # What follows from the number is computed again: held over the loop it would spill.
         tile = cta.q_tile(lax.optimization_barrier(number))
         load(cta, tile, use - before, use)

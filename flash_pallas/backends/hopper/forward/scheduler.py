@@ -34,7 +34,9 @@ SWIZZLE_BYTES = 16 << 20
 # length is then within one tile of balanced.
 MAX_TABLE_TILES = 1 << 16
 
-SLOTS = 2  # that of the tile before last has been read: its reader has since released its Q
+# Slots for the numbers of claimed tiles. One is written again two tiles later: by then its readers
+# have released the Q of its tile.
+SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ class TileScheduler:
         """
         q_tiles, heads = -(-problem.q_len // tile_rows), problem.batch * problem.q_heads
         num_tiles, mask = heads * q_tiles, problem.spec.mask
-        # Neighbouring tiles of a window read the same keys, and all but the first as many.
+        # Neighbouring tiles of a window share keys, and all but the first have equally many.
         windowed = mask.left is not None and 2 * mask.left < problem.kv_len
         longest_first = not (mask.right is None or windowed or problem.is_listed)
         swizzle_heads = 1
@@ -106,7 +108,7 @@ class TileScheduler:
 
     @property
     def num_tiles(self) -> int:
-        """Number of tiles."""
+        """Number of tiles, of all batch entries and heads."""
         return self.batch * self.heads * self.q_tiles
 
     def tile(self, number) -> tuple[Any, Any, Any]:
@@ -139,11 +141,11 @@ class TileScheduler:
         """Returns how many tiles are listed for this CTA."""
         if self.uses_table:
             return cta.gmem.table[cta.index, 0]
-        whole, rest = divmod(self.num_tiles, self.num_ctas)
-        return jnp.int32(whole) + (cta.index < rest).astype(jnp.int32) if rest else jnp.int32(whole)
+        least, rest = divmod(self.num_tiles, self.num_ctas)
+        return jnp.int32(least) + (cta.index < rest).astype(jnp.int32) if rest else jnp.int32(least)
 
     def listed(self, cta, n):
-        """Returns the number of the CTA's n-th tile, for a number past its last one any."""
+        """Returns the number of the CTA's n-th tile; of any tile if it has not so many."""
         if self.uses_table:
             return cta.gmem.table[cta.index, n + 1]
         number = lax.min(n * self.num_ctas + cta.index, jnp.int32(self.num_tiles - 1))
@@ -161,7 +163,7 @@ class TileScheduler:
         return self.listed(cta, jnp.int32(0))
 
     def exists(self, cta, number):
-        """Returns whether there is a tile with this number, which was claimed."""
+        """Returns whether there is a tile with this number; one past the last can be claimed."""
         return number < self.num_tiles
 
     def claim(self, cta, n):
@@ -169,7 +171,7 @@ class TileScheduler:
         if not self.dynamic:
             return self.after(cta, n)
         slot = lax.rem(n + 1, jnp.int32(SLOTS))
-        place = cta.smem.tile_numbers.at[slot]
+        target = cta.smem.tile_numbers.at[slot]
         if self.interpret:
             number = jnp.int32((n + 1) * self.num_ctas + cta.index)
             if self.has_lists:
@@ -177,17 +179,17 @@ class TileScheduler:
             cta.smem.tile_numbers[slot] = jnp.full((1,), number)
         else:
             order = cta.gmem.lists.order if self.has_lists else None
-            number = tile_claims.claim(self.num_ctas, cta.counter, place, order)
+            number = tile_claims.claim(self.num_ctas, cta.counter, target, order)
             if not self.has_lists:
                 number = number + jnp.int32(self.num_ctas)
         plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
         return number, self.exists(cta, number)
 
     def claim_ahead(self, cta, n):
-        """Claims what `claimed` returns, before the n-th tile is loaded; here it does nothing."""
+        """Does nothing; a subclass may claim here, before it loads the n-th tile, for `claimed`."""
 
     def claimed(self, cta, n):
-        """Returns what `claim` does, when the n-th tile has been loaded."""
+        """Returns what `claim` returns; called when the n-th tile has been loaded."""
         return self.claim(cta, n)
 
     def following(self, cta, n):
@@ -264,9 +266,9 @@ def with_state(kernel: Callable, state, results):
 
     def run(refs):
         changed, out = refs
-        found = jax.tree.leaves(kernel(changed))
-        for ref, result in zip(jax.tree.leaves(out), found, strict=True):
-            ref[...] = result
+        arrays = jax.tree.leaves(kernel(changed))
+        for ref, array in zip(jax.tree.leaves(out), arrays, strict=True):
+            ref[...] = array
 
     # The results are overwritten, and XLA drops their zeros.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)

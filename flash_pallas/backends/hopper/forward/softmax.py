@@ -29,7 +29,7 @@ from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
 from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile
 
-# Of logits in base 2, so that 2**logit needs no maximum to be relative to.
+# Largest cap, in base 2, at which weights need not be relative to a row maximum.
 MOST_BOUNDED = 80.0
 
 # --- The softmax of a step ------------------------------------------------------------------------
@@ -44,9 +44,10 @@ def first_softmax(cta: ForwardCta, tile: QTile, s, use, exists=None) -> ForwardR
     z = logits(cta, tile, s, jnp.int32(0), "last", use, exists)
     m = maxima = None
     if not is_bounded(plan):
-        given = z.x, z.log2_scale, plan.far, None, plan.interpret, cta.running_shift
-        found = online_softmax.compared(unseen(plan, z.x), *given)
-        z, m, maxima = z._replace(x=found.x), found.m, found.maxima
+        compared = online_softmax.compared(
+            unseen(plan, z.x), z.x, z.log2_scale, plan.far, None, plan.interpret, cta.running_shift
+        )
+        z, m, maxima = z._replace(x=compared.x), compared.m, compared.maxima
     p, sums = exponentials(plan, z, finite(plan, m, "last"))
     return ForwardRows(dropped(cta, tile, z, p), maxima, sums)
 
@@ -61,8 +62,9 @@ def speculative_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRo
     p, sums = weights(cta, tile, z, rows.maxima.m, plan.problem.dtype)
 
     def again():
-        given = z.x.max(axis=1), z.log2_scale, plan.far, cta.running_shift
-        before, m, shift, maxima = online_softmax.raised(rows.maxima, *given)
+        before, m, shift, maxima = online_softmax.raised(
+            rows.maxima, z.x.max(axis=1), z.log2_scale, plan.far, cta.running_shift
+        )
         x = z.x if shift is None else z.x - per_row(shift, z.x.shape)
         alpha = jnp.exp2(before - m)
         if plan.part is Part.NEAR:
@@ -81,11 +83,12 @@ def exact_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, us
     """Computes weights relative to the maxima that include this block, and rescales O and l."""
     plan = cta.plan
     slack = plan.blocks.lazy_rescale or None
-    given = z.x, z.log2_scale, plan.far, slack, plan.interpret, cta.running_shift
-    found = online_softmax.compared(rows.maxima, *given)
-    z, grew = z._replace(x=found.x), found.grew
-    m = finite(plan, found.m, z.edges)
-    alpha = jnp.exp2(found.before - m)
+    compared = online_softmax.compared(
+        rows.maxima, z.x, z.log2_scale, plan.far, slack, plan.interpret, cta.running_shift
+    )
+    z, grew = z._replace(x=compared.x), compared.grew
+    m = finite(plan, compared.m, z.edges)
+    alpha = jnp.exp2(compared.before - m)
     if in_one_pass(plan):
         o = cta.wait_pv(o_acc, use)
         p, sums = weights(cta, tile, z, m, plan.problem.dtype)
@@ -105,19 +108,20 @@ def exact_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, us
         p = lax.optimization_barrier(p)
         rescale = lambda: o * per_row(alpha, o.shape)
         o_acc[...] = lax.cond(grew > 0, rescale, lambda: o)
-    return ForwardRows(p, found.maxima, l)
+    return ForwardRows(p, compared.maxima, l)
 
 
 def bounded_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, use, _):
     """Computes weights without row maxima, so that O and l stay as they are; see `is_bounded`."""
     plan = cta.plan
-    first = None
+    early = None
     if plan.blocks.weighs_first and cap(plan, z.edges) is not None:
-        # 16 bits would take more registers than those that PV reads; float32 takes the logits'.
-        first = lax.optimization_barrier(weights(cta, tile, z, None, jnp.float32))
+        # In float32 weights take the registers of the logits; in 16 bits they would need others, as
+        # PV still reads those of the last weights.
+        early = lax.optimization_barrier(weights(cta, tile, z, None, jnp.float32))
     plgpu.wgmma_wait(0)
     cta.v.release(use - 1)
-    p, sums = weights(cta, tile, z, None, plan.problem.dtype) if first is None else first
+    p, sums = weights(cta, tile, z, None, plan.problem.dtype) if early is None else early
     p = plan.matmuls.split(p)
     return ForwardRows(p, None, rows.l + sums, joined(plan, rows.only, p, z.edges))
 
@@ -272,18 +276,18 @@ def exponentials(plan: ForwardPlan, z: Logits, m):
 
 def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
     """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
-    plan, found = cta.plan, cap(cta.plan, z.edges)
-    whole = z.edges == "none" and not may_be_empty(plan)
-    polynomials, bounded = plan.blocks.polynomials, m is None and whole
-    if found is None:
+    plan, own_cap = cta.plan, cap(cta.plan, z.edges)
+    never_empty = z.edges == "none" and not may_be_empty(plan)
+    polynomials, bounded = plan.blocks.polynomials, m is None and never_empty
+    if own_cap is None:
         return weights_with(cta, tile, z, m, dtype, polynomials, bounded)
     # Without tangents exponentials have their unit to themselves: an eighth of them as
     # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
-    small = found._replace(small=True)
-    is_large = softcap.is_large(z.x, found, plan.interpret)
-    given = functools.partial(weights_with, cta, tile, z, m, dtype)
+    small = own_cap._replace(small=True)
+    is_large = softcap.is_large(z.x, own_cap, plan.interpret)
+    weigh = functools.partial(weights_with, cta, tile, z, m, dtype)
     return lax.cond(
-        is_large > 0, lambda: given(polynomials, bounded, found), lambda: given(0.0, True, small)
+        is_large > 0, lambda: weigh(polynomials, bounded, own_cap), lambda: weigh(0.0, True, small)
     )
 
 
@@ -297,7 +301,7 @@ def weights_with(
     bounded: bool,
     cap: Cap | None = None,
 ):
-    """Returns what `weights` does; for the last three see `online_softmax.weights`."""
+    """Returns what `weights` does; the last three parameters are of online_softmax.weights."""
     plan, x = cta.plan, z.x
     log2_scale = z.log2_scale if cap is None else cap.log2_scale
     m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
@@ -309,11 +313,12 @@ def weights_with(
         return dropped(cta, tile, z, p).astype(dtype), sums
     drop, rate = None, plan.problem.spec.dropout_rate
     if rate:
-        where = cta.score_tile(tile, z.kv_block)
-        keys = where.per_q(z.inputs.q_keys), where.per_kv(z.inputs.kv_keys)
-        drop = Drop(*keys, dropout.threshold(rate))
-    how = {"polynomials": polynomials, "bounded": bounded, "cap": cap}
-    return online_softmax.weights(x, m, log2_scale, drop, dtype, **how)
+        place = cta.score_tile(tile, z.kv_block)
+        q_keys, kv_keys = place.per_q(z.inputs.q_keys), place.per_kv(z.inputs.kv_keys)
+        drop = Drop(q_keys, kv_keys, dropout.threshold(rate))
+    return online_softmax.weights(
+        x, m, log2_scale, drop, dtype, polynomials=polynomials, bounded=bounded, cap=cap
+    )
 
 
 def dropped(cta: ForwardCta, tile: QTile, z: Logits, p):

@@ -149,15 +149,15 @@ class ForwardBlocks:
         few = _tiles(problem) <= num_sms
         if few or warpgroups > 1 or not (blocks.persistent and blocks.producer):
             return blocks
-        both = dataclasses.replace(blocks, teams=TEAMS)
-        return both if fits(team_scratch(problem, both)) else blocks
+        teamed = dataclasses.replace(blocks, teams=TEAMS)
+        return teamed if fits(team_scratch(problem, teamed)) else blocks
 
 
 # One warpgroup alone leaves the tensor cores idle during its softmax.
 TEAMS = 2
 
 # A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves
-# that data seldom reaches and whose square float32 holds.
+# that data seldom reaches and whose square fits float32.
 SPECULATES = 20.0
 MOST_HALF = 14.0  # float16 holds weights below 2**16
 
@@ -198,7 +198,7 @@ LONG_ROWS = 3 * WARPGROUP_ROWS
 
 def native_head_dims(head_dim: int, v_head_dim: int) -> tuple[int, int]:
     """Returns the head dims, of q and k and of v, that the kernel runs for the given ones."""
-    native = lambda width: next(d for d in NATIVE_HEAD_DIMS if d >= width)
+    native = lambda width: next(dim for dim in NATIVE_HEAD_DIMS if dim >= width)
     return native(head_dim), native(v_head_dim)
 
 
@@ -249,7 +249,7 @@ def without_producer(blocks: ForwardBlocks, problem: Problem) -> ForwardBlocks:
     return dataclasses.replace(blocks, producer=False, warpgroups=warpgroups, teams=1)
 
 
-# What to give up, in this order, until shared memory suffices.
+# Changes that are tried in this order until shared memory suffices.
 _SMALLER = (
     {},
     {"persistent": False},
@@ -298,8 +298,8 @@ def _for_head_dims(problem: Problem, tuned: dict[tuple[int, int], ForwardBlocks]
         # P takes twice the registers, K and V twice the shared memory. 128 keys at head dim 64
         # spill 32 bytes.
         return ForwardBlocks(block_kv=96 if max(head_dim, v_head_dim) <= 64 else 64)
-    if found := tuned.get((head_dim, v_head_dim)):
-        return found
+    if blocks := tuned.get((head_dim, v_head_dim)):
+        return blocks
     if max(head_dim, v_head_dim) <= 64:
         return ForwardBlocks(warpgroups=3, speculates=SPECULATES)
     # The accumulators of O (64 x v_head_dim) and of S (64 x block_kv) share 240 registers.
@@ -332,7 +332,7 @@ def _tiles(problem: Problem) -> int:
     return problem.batch * problem.q_heads * -(-problem.q_len // WARPGROUP_ROWS)
 
 
-# Where the decode kernels were faster: not below so many keys, or so many for each query.
+# The decode kernels were faster from so many keys on, and so many for each query.
 LEAST_KEYS, KEYS_PER_QUERY = 1024, 16
 
 
@@ -345,7 +345,7 @@ def may_pack(problem: Problem) -> bool:
     return problem.spec.mask.left is None and problem.kv_len >= least
 
 
-# Two warpgroups take so many times as long for a pair of a query and a key as three. H200, head dim
+# For a pair of a query and a key two warpgroups take so many times as long as three. H200, head dim
 # 64: 1.5 times the pairs (T=256) 1.51 times as fast, 1.35 (512, causal) 1.13, 1.33 (1k, causal)
 # 1.13; by wall clock 1.125 (512 and 1k) 0.94 and 0.90, 1.11 (2k, causal) 0.96.
 THIRD_GAINS = 1.25
@@ -355,8 +355,8 @@ def _pairs(problem: Problem, blocks: ForwardBlocks) -> int:
     """Returns the number of (query, key) pairs in the tiles that one head goes through."""
     mask, rows, offset = problem.spec.mask, blocks.tile_rows, problem.spec.q_offset
     starts = range(0, problem.q_len, rows)
-    found = (mask.kv_blocks(s + offset, rows, problem.kv_len, blocks.block_kv) for s in starts)
-    return sum((x.stop - x.start) * rows * blocks.block_kv for x in found)
+    ranges = (mask.kv_blocks(s + offset, rows, problem.kv_len, blocks.block_kv) for s in starts)
+    return sum((x.stop - x.start) * rows * blocks.block_kv for x in ranges)
 
 
 class ForwardSmem(NamedTuple):
@@ -415,8 +415,8 @@ def scratch(
     aux, bar = AuxiliaryInputs(problem, q_axis=0), plgpu.Barrier
     tiles, v_shape = Matmuls(problem.dtype).buffer, (stages, block_kv, problem.v_head_dim)
     apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
-    given = lambda *arrays: tuple(x for x in arrays if x is not None)
-    in_q, of_v, of_o = given(q) if apart else given(q, o), given(v), given(o)
+    present = lambda *arrays: tuple(x for x in arrays if x is not None)
+    in_q, of_v, of_o = present(q) if apart else present(q, o), present(v), present(o)
     rows, claims = (wgs, WARPGROUP_ROWS), claims_tiles(problem, blocks)
     return ForwardSmem(
         q=tiles((*rows, problem.head_dim), *in_q),
@@ -484,7 +484,7 @@ class ForwardPlan:
 
     @functools.cached_property
     def matmuls(self) -> Matmuls:
-        """The way in which operands are multiplied."""
+        """Matmuls of operands of the call's dtype."""
         return Matmuls(self.problem.dtype, self.interpret)
 
     @property
@@ -510,11 +510,11 @@ class ForwardPlan:
     def kv_tile_range(self, position):
         """Returns (first, count) of the KV blocks of a tile whose first query is at `position`."""
         kv_len, block_kv, mask = self.problem.kv_len, self.blocks.block_kv, self.problem.spec.mask
-        found = mask.kv_blocks(position, self.blocks.tile_rows, kv_len, block_kv)
+        kv_range = mask.kv_blocks(position, self.blocks.tile_rows, kv_len, block_kv)
         if mask.left is None:
-            return 0, ints.maximum(found.stop, 1)
-        start = ints.minimum(found.start, -(-kv_len // block_kv) - 1)
-        return start, ints.maximum(found.stop - start, 1)
+            return 0, ints.maximum(kv_range.stop, 1)
+        start = ints.minimum(kv_range.start, -(-kv_len // block_kv) - 1)
+        return start, ints.maximum(kv_range.stop - start, 1)
 
     def whole_kv_tiles(self, position):
         """Returns (first, one past the last) of the KV blocks that a warpgroup sees whole.
@@ -524,8 +524,8 @@ class ForwardPlan:
         """
         block_kv = self.blocks.block_kv
         kv_len = ints.round_up(self.problem.kv_len, block_kv)
-        found = self.problem.spec.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, block_kv)
-        return found.full_start, found.full_stop
+        kv_range = self.problem.spec.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, block_kv)
+        return kv_range.full_start, kv_range.full_stop
 
     def masked_edges(self) -> tuple[bool, bool]:
         """Returns whether some warpgroup masks KV blocks (left, right) of those that it sees whole.
@@ -557,7 +557,7 @@ class ForwardGmem(NamedTuple):
     table: Any  # int32, see scheduler.py
     q_offset: Any = None  # int32[B]; None unless it is traced
     kv_bounds: Any = None  # int32[B, Q tiles, 2], see core/bounds.py; None where arithmetic says
-    whole: Any = None  # int32[B, T / 64, 2], bounds.kv_whole, where problem.hides_by_arrays
+    kv_whole: Any = None  # int32[B, T / 64, 2], see core/bounds.py, where problem.hides_by_arrays
     lists: Any = None  # BlockLists of Q tiles, in place of both; None unless problem.is_listed
     padding: Padding | None = None  # of the keys
     aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
@@ -586,8 +586,8 @@ class QTile(NamedTuple):
     used: Any = 0  # uses of the K and V rings before its first block
     fragments: Any = None  # TileInputs, the auxiliary inputs of a warpgroup's rows
     listed: TileList | None = None  # its KV blocks, where lists say which they are
-    found: Any = None  # the KV block of the step, where it was looked up early
-    ragged: Any = None  # RaggedRows of its sequence; None but in ragged/kernel.py
+    step_block: Any = None  # the KV block of the step, where it was looked up early
+    ragged: Any = None  # TileRow of ragged/tiles.py; None but in ragged/kernel.py
 
     @property
     def kv_stop(self):
@@ -598,7 +598,7 @@ class QTile(NamedTuple):
         """Returns the index of the j-th KV block: from the right, or in the order of its list."""
         if self.listed is None:
             return self.kv_stop - 1 - j
-        return self.listed[j] if self.found is None else self.found
+        return self.listed[j] if self.step_block is None else self.step_block
 
 
 class ForwardRows(NamedTuple):
@@ -607,16 +607,15 @@ class ForwardRows(NamedTuple):
     p: Any  # Matmuls.split of the weights of the block whose PV is still to be issued
     maxima: Any  # Maxima of 64 rows; None in a bounded softmax
     l: Any  # f32[64, 8] running sums of each thread's own columns
-    only: Any = (
-        None  # f32[64], bits of gpu/ptx/online_softmax.py; None unless the softmax is bounded
-    )
+    # f32[64], bits of gpu/ptx/online_softmax.py; None unless the softmax is bounded
+    only: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardCta:
     """One CTA, as one of its warpgroups sees it: the plan and all refs.
 
-    Of several teams each is a CTA of its own here.
+    With several teams, each of them is a ForwardCta.
 
     Attributes:
         plan: the plan of the launch.
@@ -653,7 +652,7 @@ class ForwardCta:
         plan, scheduler = self.plan, self.plan.scheduler
         if scheduler.dynamic:
             number = lax.min(number, jnp.int32(scheduler.num_tiles - 1))
-        # A static start past the array's end would be refused.
+        # Traced: a static start past the array's end would be refused.
         batch, head, block = map(jnp.int32, scheduler.tile(number))
         offset = plan.problem.spec.q_offset
         if plan.problem.traced_offset:
@@ -667,8 +666,9 @@ class ForwardCta:
             count = lax.max(stop - start, jnp.int32(1))
         else:
             start, count = plan.kv_tile_range(position)
-        place = batch, head, block, jnp.int32(position)
-        return QTile(*place, start, jnp.int32(count), listed=listed)
+        return QTile(
+            batch, head, block, jnp.int32(position), start, jnp.int32(count), listed=listed
+        )
 
     def zones(self, tile: QTile):
         """Returns the loops over KV blocks, from the right: [(edges, first, one past the last)].
@@ -677,8 +677,8 @@ class ForwardCta:
         """
         first, last = jnp.int32(1), tile.kv_blocks
         if tile.listed is not None:
-            whole = lax.clamp(first, tile.listed.partial, last)
-            return [("all", first, whole), ("none", whole, last)]
+            plain = lax.clamp(first, tile.listed.partial, last)
+            return [("all", first, plain), ("none", plain, last)]
         if self.plan.problem.hides_by_arrays:
             return self.zones_by_arrays(tile)
         left, right = self.plan.masked_edges()
@@ -700,9 +700,9 @@ class ForwardCta:
         # The last warpgroups of the last tile may have no rows.
         rows = lax.min(
             tile.block * self.plan.blocks.warpgroups + self.wg,
-            jnp.int32(self.gmem.whole.shape[1] - 1),
+            jnp.int32(self.gmem.kv_whole.shape[1] - 1),
         )
-        start, stop = (self.gmem.whole[tile.batch, rows, end] for end in (0, 1))
+        start, stop = (self.gmem.kv_whole[tile.batch, rows, end] for end in (0, 1))
         if not self.plan.problem.spec.mask.is_trivial:
             full_start, full_stop = map(jnp.int32, self.whole_kv_tiles(tile))
             start, stop = lax.max(start, full_start), lax.min(stop, full_stop)
@@ -743,7 +743,7 @@ class ForwardCta:
             return Limits()
         if edges == "last":
             return place.limits(mask, self.kv_len(tile))
-        if edges == "all":  # a list has its last block anywhere
+        if edges == "all":  # the last block may stand anywhere in a list
             return place.limits(mask, None if tile.listed is None else self.ragged_len(tile))
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
         left, right = mask.left, mask.right
@@ -755,8 +755,8 @@ class ForwardCta:
         """Returns where the keys end for a tile's first step; None if that hides nothing."""
         if tile.listed is None:
             return self.ragged_len(tile)
-        found = self.ragged_len(tile)
-        return tile.listed.keys_seen(self.plan.problem.kv_len if found is None else found)
+        kv_len = self.ragged_len(tile)
+        return tile.listed.keys_seen(self.plan.problem.kv_len if kv_len is None else kv_len)
 
     def ragged_len(self, tile: QTile):
         """Returns where the keys end; None if that is at the end of a block."""
@@ -768,7 +768,9 @@ class ForwardCta:
     def moving(self, name: str) -> list[tuple[Any, Any]]:
         """Returns the refs (device memory, shared memory) of q, k or v, and of its tangent."""
         pairs = [(self.gmem, self.smem), (self.gmem.tangents, self.smem.tangents)]
-        return [(getattr(g, name), getattr(s, name)) for g, s in pairs if g is not None]
+        return [
+            (getattr(gmem, name), getattr(smem, name)) for gmem, smem in pairs if gmem is not None
+        ]
 
     # --- where Q rows, keys and results lie -------------------------------------------------------
 
@@ -799,8 +801,8 @@ class ForwardCta:
 
     def store_rows(self, tile: QTile, wg, staging):
         """Issues the copies of a warpgroup's results: O, which is in `staging`, and its rows."""
-        batch, rows, head = at = self.rows_at(tile, wg)
-        plgpu.copy_smem_to_gmem(staging.at[wg], rows_of(self.out.o, at, staging))
+        batch, rows, head = index = self.rows_at(tile, wg)
+        plgpu.copy_smem_to_gmem(staging.at[wg], rows_of(self.out.o, index, staging))
         for name in PER_ROW:
             buffer, target = getattr(self.smem, name), getattr(self.out, name)
             if buffer is not None:

@@ -92,13 +92,13 @@ class Into(NamedTuple):
 
     o: Any  # [tokens up to a LENGTH_MULTIPLE, N, Hv], to write into; None: a new one is made
     counter: Any  # int32[1], 0
-    steps: Any = None  # StepShares that this launch joins; None: there are none
+    steps: StepShares | None = None  # that this launch joins; None: there are none
 
 
 class StepShares(NamedTuple):
     """Results of steps of one token, of each split of their keys."""
 
-    parts: Any  # DecodeResults
+    parts: DecodeResults
     sinks: Any  # f32[S, N], or None
     ends: Any  # int32[S + 1]: cu_q_lens
 
@@ -139,7 +139,7 @@ def chunks_after_steps(
     )
     q = matmuls.operand(operands.q[None], forward.head_dim)
     of_all = lambda x: None if x is None else pad_axis(x, 0, len(x) + EMPTY)
-    others = Operands(
+    aux_operands = Operands(
         *(q, None, None),
         sinks=of_all(operands.sinks),
         alibi_slopes=of_all(operands.alibi_slopes),
@@ -147,7 +147,7 @@ def chunks_after_steps(
     gmem = ForwardGmem(
         *(q, operands.k, operands.v),
         table=None,
-        aux=plan.aux.arrays(others),
+        aux=plan.aux.arrays(aux_operands),
         ragged=RaggedGmem(
             operands.page_table,
             chunk_tiles(problem, operands, blocks.tile_rows),
@@ -177,11 +177,11 @@ def chunks_after_steps(
         None if into.o is None else into.o.reshape(o.shape),
         into.counter if scheduler.dynamic else None,
     )
-    state, (found, rows) = with_state(run, state, (out, rows))
-    whole = found.o if state.o is None else state.o
+    state, (outputs, rows) = with_state(run, state, (out, rows))
+    all_o = outputs.o if state.o is None else state.o
     of_rows = lambda x: None if x is None else x[0, :, : problem.tokens]
-    found = Outputs(whole[0, : problem.tokens], of_rows(found.lse_log2), of_rows(found.shift))
-    return found, rows
+    outputs = Outputs(all_o[0, : problem.tokens], of_rows(outputs.lse_log2), of_rows(outputs.shift))
+    return outputs, rows
 
 
 def attend_packed(
@@ -201,32 +201,34 @@ def attend_packed(
     Returns:
         Outputs as of core.ragged.attend; None: these kernels do not share the prefixes.
     """
-    given = ragged.decode_operands(operands, operands.q)  # with lengths that the kernel clips
+    step_operands = ragged.decode_operands(operands, operands.q)  # the kernel clips their lengths
     operands = ragged.in_range(operands)
     problem = ragged.describe(operands, spec)
     packed = Packed(operands.cu_q_lens, round_up(problem.tokens, LENGTH_MULTIPLE))
     plan = DecodePlan(problem.steps, blocks.steps, interpret)
     join, steps = CombineKernel(plan), None
     if spec.decode.shares_prefix:
-        given = given._replace(prefix_lengths=operands.prefix_lengths)
-        found = decode_shared(spec.decode, given, num_sms, interpret, packed)
-        if found is None:
+        step_operands = step_operands._replace(prefix_lengths=operands.prefix_lengths)
+        shared = decode_shared(spec.decode, step_operands, num_sms, interpret, packed)
+        if shared is None:
             return None
-        steps, counter = found
+        steps, counter = shared
     elif not join.joins_elsewhere:
-        steps, counter = decode_packed(problem.steps, blocks.steps, given, packed, interpret)
+        steps, counter = decode_packed(
+            problem.steps, blocks.steps, step_operands, packed, interpret
+        )
     chunks = functools.partial(
         chunks_after_steps, blocks.chunks, problem, operands, num_sms, interpret
     )
     if steps is not None:
         chunks, _ = chunks(Into(steps.o, counter))
     else:
-        parts = launched(plan, given, packed)
-        shares = StepShares(parts._replace(counter=None), given.sinks, packed.ends)
+        parts = launched(plan, step_operands, packed)
+        shares = StepShares(parts._replace(counter=None), step_operands.sinks, packed.ends)
         chunks, rows = chunks(Into(None, parts.counter, shares), join)
         steps = Outputs(None, rows.lse, rows.shift)
-    none = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)  # XLA drops it
-    return ragged.join(spec, operands, steps._replace(o=none), chunks)._replace(o=chunks.o)
+    step_o = jnp.zeros((problem.num_seqs, 1, *chunks.o.shape[1:]), chunks.o.dtype)  # XLA drops it
+    return ragged.join(spec, operands, steps._replace(o=step_o), chunks)._replace(o=chunks.o)
 
 
 def joined(spec: RaggedSpec, operands: RaggedOperands, steps: Outputs, chunks: Outputs) -> Outputs:
@@ -292,7 +294,7 @@ class ChunkScheduler(TileScheduler):
         )
 
     def exists(self, cta, number):
-        """Returns whether there is a tile with this number, which was claimed."""
+        """Returns whether there is a tile with this number; one past the last can be claimed."""
         return number < cta.gmem.ragged.tiles[0, 0]
 
     def claim_ahead(self, cta, n):
@@ -318,11 +320,11 @@ class ChunkScheduler(TileScheduler):
 
 
 class RaggedGmem(NamedTuple):
-    """Further operands in device memory."""
+    """Operands in device memory that the dense forward has not."""
 
     page_table: Any  # int32[S, max_pages]
     tiles: Any  # int32[1 + tiles, 9], of `chunk_tiles`
-    steps: Any  # StepShares, or None
+    steps: StepShares | None
 
 
 class Keys(NamedTuple):
@@ -339,7 +341,7 @@ class Keys(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RaggedPlan(ForwardPlan):
-    """Everything about a launch that is known at trace time.
+    """The plan of the forward, and what is known of the pages and the sequences at trace time.
 
     Attributes:
         page_size: keys of a page.
@@ -359,7 +361,7 @@ class RaggedPlan(ForwardPlan):
         return RaggedCta
 
     def masked_edges(self) -> tuple[bool, bool]:
-        """Returns whether some warpgroup may mask KV blocks (left, right): where is data."""
+        """Returns whether some warpgroup may mask KV blocks (left, right); arrays decide which."""
         return self.starts or self.windows or self.problem.spec.mask.left is not None, True
 
     @property
@@ -383,23 +385,23 @@ class RaggedCta(ForwardCta):
 
     def q_tile(self, number) -> QTile:
         """Returns the Q tile with this number; for a number past the last one, any."""
-        given = self.gmem.ragged.tiles
-        # An address that is known again behind the loop over keys would be held over it.
+        table = self.gmem.ragged.tiles
+        # Otherwise addresses that are needed again after the loop over keys would be held over it.
         number = lax.optimization_barrier(number)
-        at = lax.min(number, jnp.int32(self.plan.scheduler.num_tiles - 1)) + 1
-        rows = TileRow(*(given[at, i] for i in range(len(TileRow._fields))))
-        found = self.kv_blocks(rows, rows.position, self.plan.blocks.tile_rows)
-        start = found.start if self.plan.masked_edges()[0] else 0
-        count = lax.max(jnp.int32(found.stop - start), jnp.int32(1))
-        return QTile(rows.seq, rows.head, at, rows.position, start, count, ragged=rows)
+        entry = lax.min(number, jnp.int32(self.plan.scheduler.num_tiles - 1)) + 1
+        rows = TileRow(*(table[entry, i] for i in range(len(TileRow._fields))))
+        kv_range = self.kv_blocks(rows, rows.position, self.plan.blocks.tile_rows)
+        start = kv_range.start if self.plan.masked_edges()[0] else 0
+        count = lax.max(jnp.int32(kv_range.stop - start), jnp.int32(1))
+        return QTile(rows.seq, rows.head, entry, rows.position, start, count, ragged=rows)
 
-    def kv_blocks(self, rows: TileRow, position, number: int, *, whole: bool = False):
+    def kv_blocks(self, rows: TileRow, position, number: int, *, whole_blocks: bool = False):
         """Returns the BlockRange of so many queries from this position on.
 
-        With `whole` the end of the keys does not count as an edge, as in whole_kv_tiles.
+        With `whole_blocks` the keys are taken to end where their last block does.
         """
         block_kv, length = self.plan.blocks.block_kv, rows.length
-        if whole:
+        if whole_blocks:
             length = lax.div(length + (block_kv - 1), jnp.int32(block_kv)) * block_kv
         start = rows.start if self.plan.starts else None
         return self.mask(rows).kv_blocks(position, number, length, block_kv, start)
@@ -407,8 +409,8 @@ class RaggedCta(ForwardCta):
     def whole_kv_tiles(self, tile: QTile):
         """Returns (first, one past the last) of the KV blocks that this warpgroup sees whole."""
         position = tile.position + self.wg * WARPGROUP_ROWS
-        found = self.kv_blocks(tile.ragged, position, WARPGROUP_ROWS, whole=True)
-        return found.full_start, found.full_stop
+        kv_range = self.kv_blocks(tile.ragged, position, WARPGROUP_ROWS, whole_blocks=True)
+        return kv_range.full_start, kv_range.full_stop
 
     def mask(self, rows: TileRow) -> Mask:
         """Returns the mask of a tile's sequence, without its first key."""
@@ -422,16 +424,16 @@ class RaggedCta(ForwardCta):
         return self.score_tile(tile, kv_block).limits(self.mask(tile.ragged), length)
 
     def ragged_len(self, tile: QTile):
-        """Returns where the keys of a tile's sequence end."""
+        """Returns the number of keys of the tile's sequence, which may end anywhere in a block."""
         return tile.ragged.length
 
     def row_fragments(self, tile: QTile) -> TileInputs:
         """Loads what ForwardCta.row_fragments does, and the first key as that of every row."""
-        found = super().row_fragments(tile)
+        fragments = super().row_fragments(tile)
         if not self.plan.starts:
-            return found
+            return fragments
         first = lax.broadcast_in_dim(tile.ragged.start, (WARPGROUP_ROWS,), ())
-        return found._replace(q_first=plgpu.layout_cast(first, inline.ROWS))
+        return fragments._replace(q_first=plgpu.layout_cast(first, inline.ROWS))
 
     # --- where Q rows, keys and results lie -------------------------------------------------------
 
@@ -466,8 +468,8 @@ class RaggedCta(ForwardCta):
         last, most = (jnp.int32(size - 1) for size in table.shape)
         pages = jnp.int32(self.gmem.k.shape[0] - 1)
         # What the last block reads beyond the table's end, or of an entry never set, is hidden.
-        found = table[lax.min(seq, last), lax.min(page, most)]
-        return lax.min(lax.max(found, jnp.int32(0)), pages)
+        page_id = table[lax.min(seq, last), lax.min(page, most)]
+        return lax.min(lax.max(page_id, jnp.int32(0)), pages)
 
     def copy_k(self, keys: Keys, slot, full):
         """Issues the copies of a block of K, at `keys_at`, into its slot."""
@@ -513,43 +515,43 @@ class RaggedCta(ForwardCta):
             plgpu.copy_gmem_to_smem(source.at[place, :, keys.head], piece, barrier)
 
         if pieces % WARPS == 0:
-            each = pieces // WARPS
+            per_warp = pieces // WARPS
 
             @plgpu.warp_map
             def _(warp):
-                for i in range(each):
-                    n = warp * each + i
+                for i in range(per_warp):
+                    n = warp * per_warp + i
                     place = self.place(keys.seq, keys.page + n)
                     issue(n, place if i else lax.select(n == 0, keys.place, place))
 
             return
 
-        def one(n, place):
+        def issue_one(n, place):
             following = self.place(keys.seq, keys.page + n + 1)
             issue(n, place)
             return following
 
-        lax.fori_loop(jnp.int32(0), jnp.int32(pieces), one, keys.place)
+        lax.fori_loop(jnp.int32(0), jnp.int32(pieces), issue_one, keys.place)
 
     def store_rows(self, tile: QTile, wg, staging):
         """Copies the results of a warpgroup's rows, those that are of the tile's sequence."""
         first = wg * WARPGROUP_ROWS
         low, high = tile.ragged.low - first, tile.ragged.high - first
-        whole = (low <= 0) & (high >= WARPGROUP_ROWS)
-        pl.when(whole)(functools.partial(super().store_rows, tile, wg, staging))
+        stores_all = (low <= 0) & (high >= WARPGROUP_ROWS)
+        pl.when(stores_all)(functools.partial(super().store_rows, tile, wg, staging))
 
-        @pl.when(~whole)
+        @pl.when(~stores_all)
         def _():
             plan, row = self.plan, tile.ragged.row + first
             swizzle = plan.matmuls.swizzle(plan.problem.v_head_dim, self.out.o)
             if self.smem.o is None:
                 swizzle = plan.matmuls.swizzle(plan.problem.head_dim, self.gmem.q, self.out.o)
             target = self.out.o.at[0, :, tile.head]
-            some = Some(row, low, high, plan.interpret)
-            some.store(staging.at[wg], target, swizzle)
+            own_rows = Some(row, low, high, plan.interpret)
+            own_rows.store(staging.at[wg], target, swizzle)
             for name in PER_ROW:
                 buffer, target = getattr(self.smem, name), getattr(self.out, name)
                 if buffer is not None:
-                    some.store_values(buffer.at[wg], target.at[0, tile.head])
-            # The next tile's results are written where other threads have read these.
+                    own_rows.store_values(buffer.at[wg], target.at[0, tile.head])
+            # The next tile's results overwrite what other threads read here.
             inline.warpgroup_barrier(plan.interpret)

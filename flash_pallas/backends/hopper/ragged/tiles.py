@@ -30,8 +30,8 @@ from ..forward.tiles import scratch as forward_scratch
 
 # --- Which problems there are tiles for, and which tiles ------------------------------------------
 
-# Tuned tiles that differ above it are for one long sequence. How long those of a call are is known
-# on the device alone.
+# Longest q for which tiles are chosen. Tuned tiles of a longer one suit one long sequence, and how
+# long the sequences of a call are is only known on the device.
 TUNED_FOR = 4096
 BLOCKS_KV = (128, 96, 64)  # keys of a step
 
@@ -95,20 +95,20 @@ def choose_chunk_blocks(
 
 
 def _choice(problem: RaggedProblem, num_sms: int) -> ForwardBlocks | None:
-    whole = as_forward(problem)
-    one = dataclasses.replace(
-        whole,
+    forward = as_forward(problem)
+    one_sequence = dataclasses.replace(
+        forward,
         batch=1,
-        q_len=min(whole.q_len, TUNED_FOR),
-        features=whole.features - {"kv_lengths"},
+        q_len=min(forward.q_len, TUNED_FOR),
+        features=forward.features - {"kv_lengths"},
     )
-    blocks = choose_forward(one, num_sms)
+    blocks = choose_forward(one_sequence, num_sms)
     page_size = problem.steps.spec.page_size or 0
-    tried = (blocks.block_kv, *(size for size in BLOCKS_KV if size < blocks.block_kv))
-    for size in tried:
-        found = dataclasses.replace(blocks, block_kv=size)
-        if suits(size, page_size) and fits(scratch(whole, found, page_size)):
-            return found
+    sizes = (blocks.block_kv, *(size for size in BLOCKS_KV if size < blocks.block_kv))
+    for size in sizes:
+        resized = dataclasses.replace(blocks, block_kv=size)
+        if suits(size, page_size) and fits(scratch(forward, resized, page_size)):
+            return resized
     return None
 
 
@@ -130,11 +130,11 @@ def scratch(problem: Problem, blocks: ForwardBlocks, page_size: int, *arrays):
     """Returns the shared memory and the barriers of a CTA; see the forward's `scratch`."""
     smem, pieces = forward_scratch(problem, blocks, *arrays), 0
     pieces = blocks.block_kv // piece_rows(blocks.block_kv, page_size)
-    several = lambda bar: dataclasses.replace(bar, num_arrivals=pieces)
+    of_pieces = lambda bar: dataclasses.replace(bar, num_arrivals=pieces)
     return smem._replace(
-        k_full=several(smem.k_full),
-        v_full=several(smem.v_full),
-        v_arrived=several(smem.v_arrived),
+        k_full=of_pieces(smem.k_full),
+        v_full=of_pieces(smem.v_full),
+        v_arrived=of_pieces(smem.v_arrived),
     )
 
 
@@ -155,7 +155,7 @@ class TileRow(NamedTuple):
     left: Any  # keys before its own position that a query sees
 
 
-EMPTY = 2  # sequences without keys, of the rows of no sequence
+EMPTY = 2  # sequences without keys: the rows before the first sequence, and those behind the last
 
 
 def most_tiles(problem: RaggedProblem, tile_rows: int) -> int:
@@ -194,35 +194,35 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     # A comparison of all pairs is one small kernel, a binary search one for each of its steps.
     seq = jnp.sum(index[:, None] >= stops[None], axis=1, dtype=jnp.int32)
     seq = jnp.minimum(seq, len(count) - 1)
-    of = lambda x: x[seq]  # of the tiles' sequences, here in the order of rows
-    row = of(first - before) + (index - of(stops - tiles)) * tile_rows
-    position = of(position_of_row_0) + row
+    of_seq = lambda x: x[seq]  # of the tiles' sequences, here in the order of rows
+    row = of_seq(first - before) + (index - of_seq(stops - tiles)) * tile_rows
+    position = of_seq(position_of_row_0) + row
     start, left = _lower_bounds(problem, operands)
-    keys = jnp.minimum(position + tile_rows, of(lengths))
-    keys -= jnp.maximum(jnp.maximum(position - of(left), of(start)), 0)
+    keys = jnp.minimum(position + tile_rows, of_seq(lengths))
+    keys -= jnp.maximum(jnp.maximum(position - of_seq(left), of_seq(start)), 0)
     keys = jnp.where(index < stops[-1], keys, -UNBOUNDED)
     _, seq, row = lax.sort((-keys, seq, row), num_keys=1, is_stable=True)
     heads = problem.steps.q_heads
     place = jnp.arange(1 + most * heads, dtype=jnp.int32)
-    at, head = _in_sections(jnp.maximum(place - 1, 0), stops[-1], together, (most, heads))
-    seq, row = seq[at], row[at]
-    of = lambda x: x[seq]
+    tile, head = _in_sections(jnp.maximum(place - 1, 0), stops[-1], together, (most, heads))
+    seq, row = seq[tile], row[tile]
+    of_seq = lambda x: x[seq]  # likewise, in the order in which tiles run
     table = TileRow(
-        seq=jnp.where(place == 0, stops[-1] * heads, seq),  # an array behind another is a launch
+        seq=jnp.where(place == 0, stops[-1] * heads, seq),  # one launch less than to concatenate
         head=head,
         row=row,
-        position=of(position_of_row_0) + row,
-        low=jnp.clip(of(first) - row, 0, tile_rows),
-        high=jnp.clip(of(first + count) - row, 0, tile_rows),
-        length=of(lengths),
-        start=of(start),
-        left=of(left),
+        position=of_seq(position_of_row_0) + row,
+        low=jnp.clip(of_seq(first) - row, 0, tile_rows),
+        high=jnp.clip(of_seq(first + count) - row, 0, tile_rows),
+        length=of_seq(lengths),
+        start=of_seq(start),
+        left=of_seq(left),
     )
     return jnp.stack(table, axis=1).astype(jnp.int32)
 
 
 def _in_sections(number, tiles, together, most: tuple[int, int]):
-    """Returns (tile, head) of pairs of them; past the last any.
+    """Returns (tile, head) of pairs of a tile and a head; of any past the last.
 
     Args:
         number: numbers of the pairs, int32.
@@ -242,7 +242,7 @@ def _and(x, *others):
 
 
 def _lengths(problem: RaggedProblem, operands: RaggedOperands):
-    """Returns the number of keys that there are, int32[S + 2]."""
+    """Returns the number of keys of each sequence, at most what its pages hold, int32[S + 2]."""
     return jnp.minimum(_and(operands.kv_lengths, 0, 0), problem.steps.kv_len)
 
 

@@ -6,7 +6,7 @@ With S = scale Q K^T, P = softmax(S) and mu = rowsum(P o dS), where o is element
     dO   = (P o dS) V + P dV - mu o O
     dlse = mu
 
-so that one pass over the keys finds all, as the forward does: (P o dS) V + P dV and mu are sums
+so that one pass over the keys computes all, as in the forward: (P o dS) V + P dV and mu are sums
 over keys like O and l, and are rescaled with them. That is `primal`: six matmuls a block of keys.
 Where O and the log-sum-exp are known, as after `jax.linearize`, P needs no row maxima and O no
 matmul: five.
@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import block_lists, bounds, dropout, scores
+from ....core.block_lists import BlockLists
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs, Problem, Tangents
 from ....core.scores import TileInputs
@@ -54,6 +55,7 @@ from ..forward.tiles import (
     ForwardCta,
     ForwardGmem,
     ForwardRows,
+    ForwardSmem,
     QTile,
     TangentTiles,
 )
@@ -66,18 +68,18 @@ def tangents(
     problem: Problem,
     blocks: ForwardBlocks,
     operands: Operands,
-    given: Operands,
-    found: Outputs | None,
+    operand_tangents: Operands,
+    outputs: Outputs | None,
     interpret: bool,
 ) -> Tangents:
-    """Launches the kernel.
+    """Launches the kernel of the tangents, and of O and the log-sum-exp where they are unknown.
 
     Args:
         problem: a problem with native head dims.
         blocks: tile sizes.
         operands: operands of the call without padding; q, k and v as operands of common/wgmma.py.
-        given: their tangents likewise, all of q, k and v among them.
-        found: o, lse_log2 and shift, if a forward has found them; None: they are computed too.
+        operand_tangents: likewise, all of q, k and v among them.
+        outputs: o, lse_log2 and shift, if a forward has computed them; None: they are computed too.
         interpret: run by the interpreter.
 
     Returns:
@@ -89,10 +91,10 @@ def tangents(
     if problem.is_listed:
         lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
         lists = scheduler.ordered(lists)
-    moves, primal = moves_of(given), found is None
+    moves, primal = moves_of(operand_tangents), outputs is None
     plan = TangentPlan(problem, blocks, scheduler, interpret, moves=moves, primal=primal)
-    gmem = _gmem(plan, operands, given, lists)
-    before = None if found is None else _rows_gmem(plan, found)
+    gmem = _gmem(plan, operands, operand_tangents, lists)
+    before = None if outputs is None else _rows_gmem(plan, outputs)
     per_row = float32((problem.batch, problem.q_heads, whole_rows(problem, blocks)))
     o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
     shift = per_row if plan.limit else None
@@ -110,7 +112,9 @@ def tangents(
     return run(gmem, before)[0]
 
 
-def _gmem(plan: TangentPlan, operands: Operands, given: Operands, lists) -> ForwardGmem:
+def _gmem(
+    plan: TangentPlan, operands: Operands, operand_tangents: Operands, lists: BlockLists | None
+) -> ForwardGmem:
     problem, (rows, block_kv) = plan.problem, (plan.blocks.tile_rows, plan.blocks.block_kv)
     by_arrays, offset = lists is None and plan.dynamic, problem.spec.q_offset
     hides = lists is None and problem.hides_by_arrays
@@ -121,19 +125,24 @@ def _gmem(plan: TangentPlan, operands: Operands, given: Operands, lists) -> Forw
         table=jnp.asarray(table),
         q_offset=operands.q_offset,
         kv_bounds=bounds.kv_bounds(problem, operands, rows, block_kv) if by_arrays else None,
-        whole=bounds.kv_whole(operands, WARPGROUP_ROWS, block_kv) if hides else None,
+        kv_whole=bounds.kv_whole(operands, WARPGROUP_ROWS, block_kv) if hides else None,
         lists=lists,
         aux=plan.aux.arrays(operands),
-        tangents=TangentTiles(given.q, given.k, given.v, moving.arrays(only(given, plan.moves))),
+        tangents=TangentTiles(
+            operand_tangents.q,
+            operand_tangents.k,
+            operand_tangents.v,
+            moving.arrays(only(operand_tangents, plan.moves)),
+        ),
     )
 
 
-def _rows_gmem(plan: TangentPlan, found: Outputs) -> RowsGmem:
+def _rows_gmem(plan: TangentPlan, outputs: Outputs) -> RowsGmem:
     rows = whole_rows(plan.problem, plan.blocks)
-    shift = found.shift if plan.limit else None
+    shift = outputs.shift if plan.limit else None
     return RowsGmem(
-        pad_axis(pad_axis(found.o, 1, rows), 3, plan.problem.v_head_dim),
-        pad_axis(found.lse_log2, 2, rows, EMPTY_ROW),
+        pad_axis(pad_axis(outputs.o, 1, rows), 3, plan.problem.v_head_dim),
+        pad_axis(outputs.lse_log2, 2, rows, EMPTY_ROW),
         None if shift is None else pad_axis(shift, 2, rows),
     )
 
@@ -151,7 +160,9 @@ class TangentCta(ForwardCta):
     before: Any = None
 
 
-def run_cta(plan: TangentPlan, gmem: ForwardGmem, before, out: Tangents, smem):
+def run_cta(
+    plan: TangentPlan, gmem: ForwardGmem, before: RowsGmem | None, out: Tangents, smem: ForwardSmem
+):
     """Runs a CTA: gives each warpgroup its role, consumer or producer."""
     blocks, results = plan.blocks, cast(Any, out)
     cta = TangentCta(
@@ -214,14 +225,14 @@ def consume(cta: TangentCta):
     if plan.blocks.producer:
         plgpu.set_max_registers(plan.blocks.compute_registers, action="increase")
     number = plan.scheduler.first(cta)
-    seen: Any = cta
+    step_cta: Any = cta
     tile = cta.q_tile(number)._replace(used=jnp.int32(0))
     if not plan.blocks.producer:
-        seen = load_inline_first(cta, number)
+        step_cta = load_inline_first(cta, number)
     accumulator = plgpu.ACC((WARPGROUP_ROWS, plan.problem.v_head_dim), jnp.float32)
     plgpu.barrier_wait(cta.smem.q_full.at[cta.wg])
     accumulators = (accumulator,) * (1 + plan.primal)
-    rows, t, o = pl.run_scoped(lambda *accs: steps(seen, tile, *accs), *accumulators)
+    rows, t, o = pl.run_scoped(lambda *accs: steps(step_cta, tile, *accs), *accumulators)
     if not plan.blocks.producer:
         drain_inline(cta, tile.kv_blocks)
     store(cta, tile, rows, t, o)
@@ -247,8 +258,8 @@ def start(cta: TangentCta, tile: QTile, t_acc, o_acc) -> Fixed:
     place = Place(tile.batch, tile.head, row, 0, WARPGROUP_ROWS, plan.blocks.block_kv)
     moved = plan.tangent_aux.fragments(cta.gmem.tangents.aux, place)
     if cta.before is not None:
-        at = tile.batch, tile.head, pl.ds(row, WARPGROUP_ROWS)
-        load = lambda ref: plgpu.load(ref.at[at], layout=inline.ROWS, optimized=False)
+        index = tile.batch, tile.head, pl.ds(row, WARPGROUP_ROWS)
+        load = lambda ref: plgpu.load(ref.at[index], layout=inline.ROWS, optimized=False)
         shift = cta.before.shift
         known = Known(load(cta.before.lse_log2), None if shift is None else load(shift))
     tile = tile._replace(fragments=cta.row_fragments(tile))
@@ -260,7 +271,7 @@ def step(cta: TangentCta, fixed: Fixed, j, rows: Any, *, edges: str) -> Rows:
     tile, multiply = fixed.tile, cta.plan.matmuls.multiply
     use = tile.used + j
     if tile.listed is not None:
-        fixed = fixed._replace(tile=tile._replace(found=tile.kv_block(j)))
+        fixed = fixed._replace(tile=tile._replace(step_block=tile.kv_block(j)))
     cta.k.wait_full(use)
     run = functools.partial(score_tangents, cta, fixed, (j, use, edges), rows)
     p, g, rows = pl.run_scoped(run, *(score_accumulator(cta),) * 2)
@@ -277,7 +288,7 @@ def step(cta: TangentCta, fixed: Fixed, j, rows: Any, *, edges: str) -> Rows:
 
 
 def hidden(cta: TangentCta, index):
-    """Returns an index of shared memory that is found anew in every step of wide tiles.
+    """Returns an index of shared memory that is computed again in every step of wide tiles.
 
     Descriptors of operands, one a wgmma, are then not held over the loop: 140 to 250 bytes of
     spills at head dim 256 and in float32. At 128 in 16 bits they are better held.
@@ -292,18 +303,18 @@ def score_accumulator(cta: TangentCta):
     return plgpu.ACC((WARPGROUP_ROWS, cta.plan.blocks.block_kv), jnp.float32)
 
 
-def score_tangents(cta: TangentCta, fixed: Fixed, at, rows: Rows | None, s_acc, ds_acc):
+def score_tangents(cta: TangentCta, fixed: Fixed, block, rows: Rows | None, s_acc, ds_acc):
     """Computes P and G = P o dS of a step as operands; returns (P, G, Rows after the step).
 
     Args:
         cta: the CTA.
         fixed: what the tile's steps have in common.
-        at: (number of the block, its ring position, edges as for ForwardCta.limits).
+        block: (number of the block, its ring position, edges as for ForwardCta.limits).
         rows: Rows before the step; None in the first.
         s_acc: accumulator of S.
         ds_acc: accumulator of dS.
     """
-    plan, (_, use, edges), matmuls = cta.plan, at, cta.plan.matmuls
+    plan, (_, use, edges), matmuls = cta.plan, block, cta.plan.matmuls
     slot, tangent = cta.k.slot(use), cta.smem.tangents
     own, slot = hidden(cta, cta.wg), hidden(cta, slot)
     q, dq, k, dk = (
@@ -314,21 +325,21 @@ def score_tangents(cta: TangentCta, fixed: Fixed, at, rows: Rows | None, s_acc, 
     matmuls.multiply(ds_acc, dq, k, transposed=True)
     matmuls.multiply(ds_acc, q, dk, transposed=True)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=2 * matmuls.count)
-    tile, z, (inputs, moved) = logits(cta, fixed, s, at)
+    tile, z, (inputs, moved) = logits(cta, fixed, s, block)
     if fixed.known is None:
-        p, alpha, rows_ = weights(cta, z, rows, edges)
+        p, growth, rows_ = weights(cta, z, rows, edges)
     else:
-        p, alpha, rows_ = known_weights(z, fixed.known), None, rows
+        p, growth, rows_ = known_weights(z, fixed.known), None, rows
     p = lax.optimization_barrier(p)  # above the wait for dS
     ds = plgpu.wgmma_accumulator_load(ds_acc, wait_n=0)
     p, ds = lax.optimization_barrier((p, ds))
     cta.k.release(use)
-    if alpha is not None:
-        rescale(fixed, alpha)
+    if growth is not None:
+        rescale(fixed, growth)
     g = score_tile.pushed(plan.problem, tile, (p, z.pull), ds, moved)
     mu = inline.lane_sums(g, plan.interpret)
     if rows is not None:
-        before = rows.mu if alpha is None else rows.mu * per_row(alpha[0], rows.mu.shape)
+        before = rows.mu if growth is None else rows.mu * per_row(growth[0], rows.mu.shape)
         mu = before + mu
     kept = None
     if plan.problem.spec.dropout_rate:
@@ -338,9 +349,9 @@ def score_tangents(cta: TangentCta, fixed: Fixed, at, rows: Rows | None, s_acc, 
     return matmuls.split(drop(p)), matmuls.split(drop(g)), rows
 
 
-def logits(cta: TangentCta, fixed: Fixed, s, at):
+def logits(cta: TangentCta, fixed: Fixed, s, block):
     """Returns (place of the scores, core.scores.Logits, (inputs, tangents of the inputs))."""
-    plan, tile, (j, use, edges) = cta.plan, fixed.tile, at
+    plan, tile, (j, use, edges) = cta.plan, fixed.tile, block
     slot, own, shape = cta.k.slot(use), warpgroup_rows(cta.wg), s.shape
     inputs = plan.aux.inputs(tile.fragments, cta.smem.aux, slot, shape, own, ids=edges != "none")
     moved = plan.tangent_aux.inputs(fixed.moved, cta.smem.tangents.aux, slot, shape, own)
@@ -362,27 +373,27 @@ def known_weights(z: scores.Logits, known: Known):
 def weights(cta: TangentCta, z: scores.Logits, rows: Any, edges: str):
     """Computes the weights of a tile relative to row maxima that include it.
 
-    Returns (weights, (alpha, grew) by which sums are to be rescaled, Rows without mu); alpha is
-    None in the first step, which has nothing to rescale.
+    Returns (weights, (alpha, grew) as `rescale` takes them, Rows without mu); None in place of the
+    pair in the first step, which has nothing to rescale.
     """
     plan, first = cta.plan, rows is None
     slack = None if first else plan.blocks.lazy_rescale or None
     old = unseen(plan, z.x) if first else rows.maxima
-    found = online_softmax.compared(old, z.x, z.log2_scale, plan.far, slack, plan.interpret)
-    m = finite(plan, found.m, edges)
-    x = found.x * z.log2_scale
+    compared = online_softmax.compared(old, z.x, z.log2_scale, plan.far, slack, plan.interpret)
+    m = finite(plan, compared.m, edges)
+    x = compared.x * z.log2_scale
     p = jnp.exp2(x - per_row(m, x.shape))
     sums = inline.lane_sums(p, plan.interpret)
     if first:
-        return p, None, Rows(None, sums, found.maxima)
-    alpha = jnp.exp2(found.before - m)
+        return p, None, Rows(None, sums, compared.maxima)
+    alpha = jnp.exp2(compared.before - m)
     l = rows.l * per_row(alpha, sums.shape) + sums
-    return p, (alpha, found.grew), Rows(None, l, found.maxima)
+    return p, (alpha, compared.grew), Rows(None, l, compared.maxima)
 
 
-def rescale(fixed: Fixed, by):
-    """Rescales the sums of T and of O, if a row has a new maximum."""
-    alpha, grew = by
+def rescale(fixed: Fixed, growth):
+    """Multiplies the sums of T and of O by alpha; `growth` is (alpha, Compared.grew)."""
+    alpha, grew = growth
     for acc in (fixed.t_acc, fixed.o_acc):
         old = plgpu.wgmma_accumulator_load(acc, wait_n=0)
         scaled = lambda old=old: old * per_row(alpha, old.shape)
@@ -391,9 +402,8 @@ def rescale(fixed: Fixed, by):
 
 # --- The epilogue ---------------------------------------------------------------------------------
 
-COLUMNS = (
-    64  # of O and its tangent that are finished at a time: at head dim 256 all take 256 registers
-)
+# Of O and its tangent, that are finished at a time: at head dim 256 all take 256 registers.
+COLUMNS = 64
 
 
 def store(cta: TangentCta, tile: QTile, rows: Rows, t, o):
@@ -402,22 +412,22 @@ def store(cta: TangentCta, tile: QTile, rows: Rows, t, o):
     # Addresses made from it are not to be held over the loops.
     wg = lax.optimization_barrier(cta.wg)
     first_row = tile.block * plan.blocks.tile_rows + wg * WARPGROUP_ROWS
-    at = tile.batch, tile.head, pl.ds(first_row, WARPGROUP_ROWS)
+    index = tile.batch, tile.head, pl.ds(first_row, WARPGROUP_ROWS)
     mu, gain, inverse = rows.mu.sum(axis=1), dropout.gain(spec.dropout_rate), None
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if o is not None:
-        inverse, found = finish(cta, tile, ForwardRows(None, rows.maxima, rows.l))
+        inverse, row_outputs = finish(cta, tile, ForwardRows(None, rows.maxima, rows.l))
         mu = mu * inverse * (1.0 / gain)
-        store_rows(out.lse_log2, smem.lse_log2, found.lse_log2, at, wg)
+        store_rows(out.lse_log2, smem.lse_log2, row_outputs.lse_log2, index, wg)
         if out.shift is not None:
-            store_rows(out.shift, smem.shift, found.shift, at, wg)
+            store_rows(out.shift, smem.shift, row_outputs.shift, index, wg)
         scaled = lambda x: x * per_row(inverse, x.shape)
-        store_tile(cta, out.o, lambda columns: scaled(o[:, columns]), at)
+        store_tile(cta, out.o, lambda columns: scaled(o[:, columns]), index)
 
     def of_o(columns):
         if o is not None:
             return scaled(o[:, columns])
-        source = cta.before.o.at[tile.batch, at[2], tile.head, columns]
+        source = cta.before.o.at[tile.batch, index[2], tile.head, columns]
         return plgpu.load(source, layout=inline.WGMMA, optimized=False).astype(jnp.float32)
 
     def tangent(columns):
@@ -425,21 +435,21 @@ def store(cta: TangentCta, tile: QTile, rows: Rows, t, o):
         x = x * gain if inverse is None else scaled(x)
         return x - per_row(mu, x.shape) * of_o(columns)
 
-    store_tile(cta, out.do, tangent, at)
+    store_tile(cta, out.do, tangent, index)
     # The wait of the tile's store was for the log-sum-exp too, which has been copied from there.
-    store_rows(out.dlse, smem.lse_log2, mu, at, wg)
+    store_rows(out.dlse, smem.lse_log2, mu, index, wg)
 
 
-def store_tile(cta: TangentCta, out, piece, at):
+def store_tile(cta: TangentCta, out, piece, index):
     """Stages a tile in shared memory and issues its copy to `out`.
 
     Args:
         cta: the CTA.
         out: the result in device memory.
         piece: function of a slice of columns that returns them, f32[64, columns].
-        at: (batch entry, head, rows).
+        index: (batch entry, head, rows).
     """
-    (batch, head, rows), width = at, cta.plan.problem.v_head_dim
+    (batch, head, rows), width = index, cta.plan.problem.v_head_dim
     staging, matmuls = cta.smem.q if cta.smem.o is None else cta.smem.o, cta.plan.matmuls
     own = staging.at[lax.optimization_barrier(cta.wg)]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -453,8 +463,8 @@ def store_tile(cta: TangentCta, out, piece, at):
     plgpu.copy_smem_to_gmem(own, rows_of(out, (batch, rows, head), staging))
 
 
-def store_rows(out, buffer, x, at, wg):
+def store_rows(out, buffer, x, index, wg):
     """Stages f32[64] in shared memory that nothing is copied from, and issues its copy to `out`."""
     buffer[wg] = plgpu.layout_cast(x, inline.ROWS)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer.at[wg], out.at[at])
+    plgpu.copy_smem_to_gmem(buffer.at[wg], out.at[index])

@@ -31,34 +31,34 @@ def blocks_of(
 def push(
     problem: Problem,
     operands: Operands,
-    given: Operands,
-    found: Outputs | None,
+    operand_tangents: Operands,
+    outputs: Outputs | None,
     producer: bool,
     interpret: bool,
 ) -> Tangents:
-    """Computes what `Jvp.run` does.
+    """Computes the tangents of O and of the log-sum-exp, as `Jvp.run` does.
 
     Args:
         problem: the problem of the operands.
         operands: operands of the call.
-        given: their tangents.
-        found: `outputs` of `Jvp.run`.
+        operand_tangents: tangents of q, k, v and others; None where an operand has none.
+        outputs: results of a forward of this call; None: they are computed too.
         producer: a warpgroup of its own loads.
         interpret: run under the interpreter.
     """
-    blocks = blocks_of(problem, moves_of(given), found is None, producer)
+    blocks = blocks_of(problem, moves_of(operand_tangents), outputs is None, producer)
     assert blocks is not None
     native = native_problem(problem)
     matmuls = Matmuls(problem.dtype, interpret)
     widths = {"q": (native.head_dim,), "k": (native.head_dim,)}
     widths |= {"v": (native.v_head_dim, blocks.block_kv)}
     # A weight of 0 times the tangent of a score of padding is 0 only if that is finite.
-    laid = lambda x: x._replace(
-        **{name: matmuls.operand(getattr(x, name), *w) for name, w in widths.items()}
+    laid_out = lambda x: x._replace(
+        **{name: matmuls.operand(getattr(x, name), *sizes) for name, sizes in widths.items()}
     )
-    cleared, moved = (laid(padding.cleared(operands, x)) for x in (operands, given))
-    results = tangents(native, blocks, cleared, moved, found, interpret)
+    cleared, moved = (laid_out(padding.cleared(operands, x)) for x in (operands, operand_tangents))
+    results = tangents(native, blocks, cleared, moved, outputs, interpret)
     queries = slice(problem.q_len)
-    whole = lambda x: None if x is None else matmuls.joined(x)[:, queries, :, : problem.v_head_dim]
+    cut = lambda x: None if x is None else matmuls.joined(x)[:, queries, :, : problem.v_head_dim]
     rows = jax.tree.map(lambda x: x[:, :, queries], results._replace(o=None, do=None))
-    return Tangents(*rows._replace(o=whole(results.o), do=whole(results.do)))
+    return Tangents(*rows._replace(o=cut(results.o), do=cut(results.do)))

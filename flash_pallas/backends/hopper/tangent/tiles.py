@@ -58,15 +58,15 @@ def choose_tangent(
         producer: a warpgroup of its own loads.
     """
     plain = is_plain(problem) and "sinks" not in problem.features and not moves
-    # Else 12 to 124 bytes of spills, where two kernels have none.
-    both = plain and producer and problem.dtype == jnp.bfloat16
-    if primal and not both and problem.v_head_dim > 64:
+    # Other calls have 12 to 124 bytes of spills in one kernel, and none in two.
+    in_one_kernel = plain and producer and problem.dtype == jnp.bfloat16
+    if primal and not in_one_kernel and problem.v_head_dim > 64:
         return None
     widest = (
         128 if plain and producer and (problem.head_dim, problem.v_head_dim) == (64, 64) else 64
     )
-    # Sums of 256 columns leave registers for 64 keys only where all of them are seen: else 130 to
-    # 250 bytes of spills.
+    # Next to sums of 256 columns there are registers for 64 keys only where all of these are seen:
+    # else 130 to 250 bytes spill.
     full = problem.v_head_dim > 192 and not (plain and problem.kv_len % widest == 0)
     if full or many(modifiers(problem)) or wants_narrow_tiles(problem) or "bias" in moves:
         widest = 32
@@ -102,7 +102,7 @@ class RowsGmem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TangentPlan(ForwardPlan):
-    """The plan of a launch.
+    """The plan of a launch: that of the forward, and what has tangents.
 
     Attributes:
         moves: names of the operands besides q, k and v that have tangents.

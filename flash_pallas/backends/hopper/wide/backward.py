@@ -65,17 +65,17 @@ class GradientKernel(WideKernel):
         """Makes and stores the weights of a tile."""
         raise NotImplementedError
 
-    def store_scaled(self, cta: WideCta, out, found):
+    def store_scaled(self, cta: WideCta, out, sums):
         """Writes sums of dS times an operand, as the gradient of the other operand of S."""
-        self.store_chunks(cta, out, [x * self.problem.spec.scale for x in found])
+        self.store_chunks(cta, out, [x * self.problem.spec.scale for x in sums])
 
     def of_queries(self, cta: WideCta, ref, head, start):
         """Loads one value of each of 64 queries, of rows or of columns."""
-        layout, at = (
+        layout, index = (
             (inline.ROWS, inline.COLS)[self.role.q_axis],
             (cta.batch, head, pl.ds(start, WARPGROUP_ROWS)),
         )
-        return plgpu.load(ref.at[at], layout=layout, optimized=False)
+        return plgpu.load(ref.at[index], layout=layout, optimized=False)
 
     def probabilities(self, cta: WideCta, n, fragments, lse, s, issue: Callable):
         """Returns (tile, its weights) of the n-th tile of scores; `issue` issues a matmul."""
@@ -120,26 +120,26 @@ class QueryGradient(GradientKernel):
         issue = lambda: next(sums, None)
         tile, w = self.probabilities(cta, n, fragments, lse, s, issue)
         issue()
-        found = score_tile.pulled(w)
+        p = score_tile.pulled(w)
         self.reload_auxiliary(cta, n)
-        found = lax.optimization_barrier(found)
+        p = lax.optimization_barrier(p)
         for _ in sums:
             pass
-        run = functools.partial(self.score_gradients, cta, n, (tile, w.kept, delta))
-        found = found * pl.run_scoped(run, self.accumulator)
-        self.replace_weights(cta, self.matmuls.split(found))
+        run = functools.partial(self.score_gradients, cta, n, tile, w.kept, delta)
+        ds = p * pl.run_scoped(run, self.accumulator)
+        self.replace_weights(cta, self.matmuls.split(ds))
 
-    def score_gradients(self, cta: WideCta, n, given, dp_acc):
+    def score_gradients(self, cta: WideCta, n, tile, kept, delta, dp_acc):
         """Computes what P is to be multiplied by, keep * gain * dP - delta, f32[64, 64]."""
-        (tile, kept, delta), reload = given, self.multiply_scores(cta, n, 1, dp_acc)
+        reload = self.multiply_scores(cta, n, 1, dp_acc)
         delta = tile.per_q(delta)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         reload()
         return score_tile.centred(self.problem, kept, dp, delta)
 
-    def store(self, cta: WideCta, state, found):
+    def store(self, cta: WideCta, state, sums):
         del state
-        self.store_scaled(cta, cta.out[0], found)
+        self.store_scaled(cta, cta.out[0], sums)
 
 
 class Pieces:
@@ -168,10 +168,10 @@ class OfPair(GradientKernel):
     """
 
     def pieces(self, cta: WideCta, n, accumulators) -> Pieces:
-        """Issues the first of the sums."""
-        found = Pieces(self.sums(cta, n, accumulators), WARPGROUPS * self.chunks.results)
-        found.issue()
-        return found
+        """Issues the first matmul of the sums; returns the others."""
+        pieces = Pieces(self.sums(cta, n, accumulators), WARPGROUPS * self.chunks.results)
+        pieces.issue()
+        return pieces
 
     def handover(self, cta: WideCta) -> Handover:
         """Returns the way from rank 0 to rank 1 for this warpgroup."""
@@ -221,9 +221,9 @@ class ValueGradient(OfPair):
         super().drain(cta)
         self.handover(cta).drain()
 
-    def store(self, cta: WideCta, state, found):
+    def store(self, cta: WideCta, state, sums):
         del state
-        self.store_chunks(cta, cta.out[1], [score_tile.gained(self.problem, x) for x in found])
+        self.store_chunks(cta, cta.out[1], [score_tile.gained(self.problem, x) for x in sums])
 
 
 class KeyGradient(OfPair):
@@ -253,10 +253,10 @@ class KeyGradient(OfPair):
         dp = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         reload()
         sums.issue()
-        found = lax.optimization_barrier(score_tile.centred(self.problem, kept, dp, delta))
+        centred = lax.optimization_barrier(score_tile.centred(self.problem, kept, dp, delta))
         sums.issue(sums.left)
-        found = found * self.handover(cta).receive(n).astype(jnp.float32)
-        self.replace_weights(cta, self.matmuls.split(found))  # those before are loaded
+        ds = centred * self.handover(cta).receive(n).astype(jnp.float32)
+        self.replace_weights(cta, self.matmuls.split(ds))  # those before are loaded
         sums.finish()
 
     def kept(self, cta: WideCta, tile, of_keys, head, column):
@@ -269,9 +269,9 @@ class KeyGradient(OfPair):
         inputs = TileInputs(q_keys=q_keys, kv_keys=of_keys)
         return scores.kept(self.problem.spec, tile, inputs)
 
-    def store(self, cta: WideCta, state, found):
+    def store(self, cta: WideCta, state, sums):
         del state
-        self.store_scaled(cta, cta.out[0], found)
+        self.store_scaled(cta, cta.out[0], sums)
 
 
 def query_gradient(

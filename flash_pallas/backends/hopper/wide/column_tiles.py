@@ -31,34 +31,35 @@ class QueryTiles:
     reads from another head before long (0.6 of the speed at eight heads to one, causal, T=8k).
     """
 
-    found: QTileRange
+    q_range: QTileRange
 
     @property
     def total(self):
         """Number of tiles of this CTA."""
-        return jnp.int32(self.found.per_head * self.found.group)
+        return jnp.int32(self.q_range.per_head * self.q_range.group)
 
     @property
     def kv_len(self):
         """Number of keys; None where that hides none."""
-        return self.found.kv_len
+        return self.q_range.kv_len
 
     def __getitem__(self, n):
         """Returns (head of the group, Q block) of the n-th tile."""
-        group = jnp.int32(self.found.group)
-        return lax.rem(n, group), self.found.stop - 1 - lax.div(n, group)
+        group = jnp.int32(self.q_range.group)
+        return lax.rem(n, group), self.q_range.stop - 1 - lax.div(n, group)
 
 
-def column_tiles(problem: Problem, arrays: BackwardArrays, q_axis: int, at):
-    """Returns the tiles of columns of a CTA; `at`: (batch entry, head, block of rows)."""
-    (batch, _, block), size = at, (WARPGROUP_ROWS, COLUMNS)
+def column_tiles(problem: Problem, arrays: BackwardArrays, q_axis: int, place):
+    """Returns the tiles of columns of a CTA; `place`: (batch entry, head, block of rows)."""
+    (batch, _, block), size = place, (WARPGROUP_ROWS, COLUMNS)
     if q_axis:
-        loops = {"mask_all": mask_everywhere(problem)}
+        mask_all = mask_everywhere(problem)
         if problem.is_listed:
-            return QTileList.of(problem, arrays, at, *size, **loops)
-        return QueryTiles(QTileRange.of(problem, arrays, (batch, block), *size, **loops))
+            return QTileList.of(problem, arrays, place, *size, mask_all=mask_all)
+        q_range = QTileRange.of(problem, arrays, (batch, block), *size, mask_all=mask_all)
+        return QueryTiles(q_range)
     if problem.is_listed:
-        return KvTileList.of(problem, arrays, at, COLUMNS)
+        return KvTileList.of(problem, arrays, place, COLUMNS)
     position = block * WARPGROUP_ROWS + arrays.offset(problem, batch)
     return KvTileRange.of(problem, arrays, (batch, block, position), *size)
 
@@ -72,7 +73,7 @@ def masks(problem: Problem, tiles: Any) -> bool:
     if isinstance(tiles, KvTileList | QTileList):
         return True
     if isinstance(tiles, QueryTiles):
-        return tiles.found.masks != "none"
+        return tiles.q_range.masks != "none"
     return tiles.everywhere or not problem.spec.mask.is_trivial or tiles.kv_len is not None
 
 
@@ -84,8 +85,8 @@ def loops(problem: Problem, tiles: Any) -> list[tuple[Any, Any, bool]]:
     start, stop = jnp.int32(0), tiles.total
     if isinstance(tiles, KvTileList) or tiles.everywhere or not masks(problem, tiles):
         return [(start, stop, True)]
-    whole = jnp.int32(tiles.masked_from - tiles.start)
-    return [(start, whole, False), (whole, stop, True)]
+    masked_start = jnp.int32(tiles.masked_from - tiles.start)
+    return [(start, masked_start, False), (masked_start, stop, True)]
 
 
 def grid_of(problem: Problem, role: Role) -> dict[str, int]:

@@ -52,18 +52,18 @@ class ForwardKernel(WideKernel):
             state = lax.fori_loop(start, stop, step, state)
         return state
 
-    def step(self, cta: WideCta, given, accumulators, n, rows: Rows) -> Rows:
+    def step(self, cta: WideCta, held, accumulators, n, rows: Rows) -> Rows:
         """Folds the n-th tile of keys into the rows, and sums the weights of the one before.
 
         Args:
             cta: the CTA.
-            given: (inputs of modifiers that do not stream, whether positions hide scores).
+            held: (inputs of modifiers that do not stream, whether positions hide scores).
             accumulators: the sums.
             n: number of the step.
             rows: state of the rows.
         """
         cta = self.at_step(cta, n)
-        run = functools.partial(self.weights, cta, given, accumulators, n, rows)
+        run = functools.partial(self.weights, cta, held, accumulators, n, rows)
         (alpha, grew), rows = pl.run_scoped(run, self.accumulator)
         for acc in accumulators:
             old = plgpu.wgmma_accumulator_load(acc, wait_n=0)
@@ -71,9 +71,9 @@ class ForwardKernel(WideKernel):
             acc[...] = scaled() if grew is None else lax.cond(grew > 0, scaled, lambda old=old: old)
         return rows
 
-    def weights(self, cta: WideCta, given, accumulators, n, rows: Rows, s_acc):
+    def weights(self, cta: WideCta, held, accumulators, n, rows: Rows, s_acc):
         """Makes and stores the weights; returns ((factor of the sums, if it is not 1), Rows)."""
-        fragments, masked = given
+        fragments, masked = held
         problem, reload = self.problem, self.multiply_scores(cta, n, 0, s_acc)
         sums = self.sums(cta, n, accumulators)
         next(sums)
@@ -87,23 +87,24 @@ class ForwardKernel(WideKernel):
         slack = None if spec.max_logit else self.blocks.lazy_rescale or None
         top = self.most(cta, n, z.x.max(axis=1))
         next(sums, None)
-        given = z.log2_scale, self.far, slack, self.interpret
-        found = online_softmax.compared(rows.maxima, z.x, *given, top=top)
+        compared = online_softmax.compared(
+            rows.maxima, z.x, z.log2_scale, self.far, slack, self.interpret, top=top
+        )
         next(sums, None)
-        m = jnp.where(found.m == -jnp.inf, jnp.zeros_like(found.m), found.m)
-        p = jnp.exp2(found.x * z.log2_scale - per_row(m, s.shape))
-        alpha = jnp.exp2(found.before - m)
+        m = jnp.where(compared.m == -jnp.inf, jnp.zeros_like(compared.m), compared.m)
+        p = jnp.exp2(compared.x * z.log2_scale - per_row(m, s.shape))
+        alpha = jnp.exp2(compared.before - m)
         next(sums, None)
-        of_rows = inline.lane_sums(p, self.interpret)
+        lane_sums = inline.lane_sums(p, self.interpret)
         if spec.dropout_rate:
             p = jnp.where(scores.kept(spec, tile, inputs), p, 0.0)
         self.reload_auxiliary(cta, n)
-        rows = Rows(found.maxima, rows.l * per_row(alpha, of_rows.shape) + of_rows)
+        rows = Rows(compared.maxima, rows.l * per_row(alpha, lane_sums.shape) + lane_sums)
         self.replace_weights(cta, self.matmuls.split(p))  # both parts of those before are loaded
         alpha, rows = lax.optimization_barrier((alpha, rows))
         for _ in sums:
             pass
-        return (alpha, found.grew), rows
+        return (alpha, compared.grew), rows
 
     def most(self, cta: WideCta, n, own):
         """Returns the row maxima of both warpgroups' scores, f32[64]."""
@@ -117,7 +118,7 @@ class ForwardKernel(WideKernel):
         plgpu.barrier_wait(cta.bars.rows)
         return plgpu.load(rows.at[1 - cta.wg], layout=inline.ROWS)
 
-    def store(self, cta: WideCta, state: Rows, found):
+    def store(self, cta: WideCta, state: Rows, sums):
         spec, problem = self.problem.spec, self.problem
         l = plgpu.layout_cast(state.l.sum(axis=1), inline.ROWS)
         l = l + self.of_other(cta, cta.tiles.total, l)
@@ -128,19 +129,19 @@ class ForwardKernel(WideKernel):
             sink = plgpu.layout_cast(sink, inline.ROWS)
         inverse, lse, shift_ = softmax.finish(m, l, shift, sink, problem.unit)
         gain = dropout.gain(spec.dropout_rate) if spec.dropout_rate else 1.0
-        o, *others = cta.out
+        o, *row_outputs = cta.out
         values = [lse, *([shift_] if self.far else [])]
         if spec.max_logit:
             values.append(shift * problem.unit + m * softmax.LN2)
-        at = cta.batch, cta.head, pl.ds(cta.start, WARPGROUP_ROWS)
+        index = cta.batch, cta.head, pl.ds(cta.start, WARPGROUP_ROWS)
 
         @pl.when(cta.wg == 0)
         def _():
-            for out, x in zip(others, values, strict=True):
-                self.write_rows(cta, out.at[at], x)
+            for out, x in zip(row_outputs, values, strict=True):
+                self.write_rows(cta, out.at[index], x)
 
         scale = inverse * gain
-        self.store_chunks(cta, o, [x * per_row(scale, x.shape) for x in found])
+        self.store_chunks(cta, o, [x * per_row(scale, x.shape) for x in sums])
 
     def write_rows(self, cta: WideCta, out, x):
         """Writes f32[64] through shared memory that the other warpgroup no longer reads."""
@@ -168,11 +169,11 @@ def forward(
         interpret: run by the interpreter.
     """
     rows = -(-problem.q_len // WARPGROUP_ROWS) * WARPGROUP_ROWS
-    of_rows = float32((problem.batch, problem.q_heads, rows))
+    row_shape = float32((problem.batch, problem.q_heads, rows))
     kernel = ForwardKernel(problem, blocks, FORWARD, interpret)
     shape = *arrays.q.shape[:3], arrays.v.shape[3]
-    out = [jax.ShapeDtypeStruct(shape, arrays.v.dtype), of_rows]
-    out += [of_rows] * (bool(kernel.far) + problem.spec.max_logit)
+    out = [jax.ShapeDtypeStruct(shape, arrays.v.dtype), row_shape]
+    out += [row_shape] * (bool(kernel.far) + problem.spec.max_logit)
     run = launch(
         kernel,
         out=tuple(out),
@@ -183,6 +184,6 @@ def forward(
         interpret=interpret,
     )
     tile = WARPGROUP_ROWS, COLUMNS
-    o, lse, *others = run(arrays.for_rows(problem, operands, 0, tile))
-    shift = others.pop(0) if kernel.far else None
-    return Outputs(o, lse, shift, others.pop(0) if problem.spec.max_logit else None)
+    o, lse, *row_outputs = run(arrays.for_rows(problem, operands, 0, tile))
+    shift = row_outputs.pop(0) if kernel.far else None
+    return Outputs(o, lse, shift, row_outputs.pop(0) if problem.spec.max_logit else None)

@@ -49,7 +49,7 @@ from .tiles import (
     WideSmem,
 )
 
-FLIGHT = 2  # matmuls of scores, where slots suffice
+FLIGHT = 2  # matmuls of scores in flight, where there are slots enough
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +140,15 @@ class WideKernel:
         )
         self.load_first(cta)
         self.store_weights(cta, (jnp.zeros((WARPGROUP_ROWS, WARPGROUP_ROWS), self.problem.dtype),))
-        result = plgpu.ACC((WARPGROUP_ROWS, self.blocks.width), jnp.float32)
-        accumulators = (result,) * self.chunks.results
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, self.blocks.width), jnp.float32)
+        accumulators = (accumulator,) * self.chunks.results
         plgpu.barrier_wait(bars.own)
-        state, found = pl.run_scoped(functools.partial(self.sum, cta), *accumulators)
+        state, sums = pl.run_scoped(functools.partial(self.sum, cta), *accumulators)
         self.drain(cta)
-        self.store(cta, state, found)
+        self.store(cta, state, sums)
 
     def sum(self, cta: WideCta, *accumulators):
-        """Sums the results over all tiles; returns (state, results), f32[64, width] each."""
+        """Sums over all tiles; returns (state that `fold` returns, sums, f32[64, width] each)."""
         state = self.fold(cta, accumulators)
         total = cta.tiles.total
         for _ in self.sums(self.at_step(cta, total), total, accumulators):
@@ -166,8 +166,8 @@ class WideKernel:
         """Runs the steps, which leave the weights of the last; returns what `store` needs."""
         raise NotImplementedError
 
-    def store(self, cta: WideCta, state, found):
-        """Finishes the results and writes them."""
+    def store(self, cta: WideCta, state, sums):
+        """Computes the results from the sums, f32[64, width] each, and writes them."""
         raise NotImplementedError
 
     # --- loads -----------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class WideKernel:
         pl.when(block < total)(lambda: self.copy(cta, n, later, place))
         following = range(place, self.chunks.summed.stop, self.blocks.chunks)
         after = [p for p in following if p in self.chunks.summed]
-        if after:  # the next that the slot has in that block
+        if after:  # the next chunk of the summed operand in this slot
             pl.when(block == total)(lambda: self.copy(cta, n, later, after[0]))
 
     def copy(self, cta: WideCta, n, later: int, place: int):
@@ -242,8 +242,8 @@ class WideKernel:
         """Returns the CTA at the n-th step."""
         last = cta.tiles.total - 1
         steps = lax.max(n - 1, jnp.int32(0)), lax.min(n, last), lax.min(n + 1, last)
-        found = (self.column_tile(cta, step) for step in steps)
-        near = tuple((head, block * COLUMNS) for head, block in found)
+        tiles = (self.column_tile(cta, step) for step in steps)
+        near = tuple((head, block * COLUMNS) for head, block in tiles)
         first = n * self.chunks.total
         if self.divides_once:
             first = lax.rem(hidden(first), jnp.int32(self.blocks.chunks))
@@ -251,7 +251,7 @@ class WideKernel:
 
     @property
     def divides_once(self) -> bool:
-        """True where the slot of a step's first chunk is kept, and others are found from it.
+        """True where the slot of a step's first chunk is kept, and others are computed from it.
 
         That saves 25 instructions a chunk. Where chunks are narrow it is no faster, and what is
         kept is spilled (dQ: 208 bytes instead of 128 with a score_mod).
@@ -300,7 +300,7 @@ class WideKernel:
             self.auxiliary.load(cta.gmem.auxiliary, cta.smem.auxiliary, slot, full, place)
 
     def auxiliary_slot(self, cta: WideCta, n):
-        """Returns the slot of what streams besides chunks."""
+        """Returns the slot of what streams besides chunks, of the n-th step."""
         return cta.wg * self.blocks.stages + lax.rem(n, jnp.int32(self.blocks.stages))
 
     def drain(self, cta: WideCta):
@@ -342,7 +342,7 @@ class WideKernel:
         plgpu.barrier_arrive(cta.bars.weights_full)
 
     def replace_weights(self, cta: WideCta, weights):
-        """Does so where weights have been read before."""
+        """Hands a warpgroup's weights to both, once both have read those of the step before."""
         plgpu.barrier_wait(cta.bars.weights_empty)
         self.store_weights(cta, weights)
 

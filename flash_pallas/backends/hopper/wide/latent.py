@@ -73,9 +73,9 @@ WIDTH = 256  # columns of V that a warpgroup sums: 128 registers of each thread
 REST = WARPGROUPS  # number of the part of a tile that is no values, after both halves
 PARTS = REST + 1
 SWIZZLE_BYTES = 2 * SWIZZLED  # of 16-bit elements
-START_TILES = 4  # that the start and the end of a CTA take as much time as
+START_TILES = 4  # the start and the end of a CTA take as much time as so many tiles
 ALPHA, M, SHIFT, SUMS = range(4)  # rows that warpgroups hand to each other
-LSE = M  # in the end
+LSE = M  # the row in which the log-sum-exp is staged at the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Rows(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Kind of a step: what is special of it."""
+    """Kind of a step: which tiles there are besides its own, and whether its own is masked."""
 
     before: bool  # there is a tile before its own
     masked: bool  # its own may be the last tile
@@ -224,8 +224,8 @@ def takes(problem: DecodeProblem) -> bool:
         return False
     if p.features - {"page_table", "sinks"} or p.spec.window_left is not None:
         return False
-    whole = p.kv_len % LENGTH_MULTIPLE if page_size is None else page_size % KEYS
-    return not whole and fits(scratch(p))
+    rest = p.kv_len % LENGTH_MULTIPLE if page_size is None else page_size % KEYS
+    return not rest and fits(scratch(p))
 
 
 def choose(problem: DecodeProblem, num_sms: int) -> LatentBlocks:
@@ -254,8 +254,18 @@ def _attention(problem: DecodeProblem) -> Problem:
     """Returns the problem of the rows of all queries, which see every key of a length."""
     spec = AttentionSpec(scale=problem.spec.scale, mask=Mask(), softcap=problem.spec.softcap)
     rows = problem.q_len * problem.q_heads
-    sizes = problem.batch, rows, problem.kv_len, 1, 1, problem.head_dim, problem.v_head_dim
-    return Problem(*sizes, dtype=problem.dtype, spec=spec, features=frozenset())
+    return Problem(
+        batch=problem.batch,
+        q_len=rows,
+        kv_len=problem.kv_len,
+        q_heads=1,
+        kv_heads=1,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+        spec=spec,
+        features=frozenset(),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,16 +285,16 @@ class LatentKernel:
     def __call__(self, gmem: LatentGmem, *refs):
         *out, smem, bars = refs
         batch, block = lax.axis_index("batch"), lax.axis_index("tile")
-        keys = self.keys(gmem, batch, block)
+        first, count, end = self.keys(gmem, batch, block)
         out, wg = DecodeResults(*out), lax.axis_index("wg")
-        cta = LatentCta(gmem, out, smem, bars, batch, block, wg, *keys)
+        cta = LatentCta(gmem, out, smem, bars, batch, block, wg, first, count, end)
         self.load_first(cta)
         plgpu.barrier_wait(bars.q)
         if smem.rest is not None:
             rest = self.matmuls.load_parts(smem.weights.at[1], inline.WGMMA)
             cta = dataclasses.replace(cta, q_rest=rest)
-        result = plgpu.ACC((WARPGROUP_ROWS, WIDTH), jnp.float32)
-        rows, o = pl.run_scoped(functools.partial(self.fold, cta), result)
+        accumulator = plgpu.ACC((WARPGROUP_ROWS, WIDTH), jnp.float32)
+        rows, o = pl.run_scoped(functools.partial(self.fold, cta), accumulator)
         self.store(cta, rows, o)
 
     @functools.cached_property
@@ -321,9 +331,9 @@ class LatentKernel:
         count, first = lax.div(end + (KEYS - 1), jnp.int32(KEYS)), jnp.int32(0)
         if self.splits:
             splits = self.blocks.num_splits
-            each = lax.div(count + (splits - 1), jnp.int32(splits))
-            first = lax.axis_index("split") * each
-            count = lax.min(each, count - first)
+            per_split = lax.div(count + (splits - 1), jnp.int32(splits))
+            first = lax.axis_index("split") * per_split
+            count = lax.min(per_split, count - first)
         return first, lax.max(count, jnp.int32(1)), end
 
     # --- loads -----------------------------------------------------------------------------------
@@ -361,13 +371,13 @@ class LatentKernel:
 
     def load(self, cta: LatentCta, place, slot, part):
         """Starts the copy of a part of the tile at a place into a slot, which is free."""
-        at, row = place
+        entry, row = place
         if part is REST:
             target, column = cta.smem.rest.at[slot], self.steps.v_head_dim
         else:
             target, column = cta.smem.halves.at[slot, part], part * WIDTH
         columns = pl.ds(column, target.shape[-1])
-        source = cta.gmem.k.at[at, pl.ds(row, KEYS), 0, columns]
+        source = cta.gmem.k.at[entry, pl.ds(row, KEYS), 0, columns]
         plgpu.copy_gmem_to_smem(source, target, cta.bars.full.at[slot * PARTS + part])
 
     def reload(self, cta: LatentCta, t, place, slot, part):
@@ -384,15 +394,15 @@ class LatentKernel:
         maxima = Maxima(zeros - jnp.inf, zeros if self.far else None)
         rows = Rows(maxima, plgpu.layout_cast(sums, inline.WGMMA))
         step, last = functools.partial(self.step, cta, o_acc), cta.count - 1
-        mine = jnp.int32(lax.rem(last, jnp.int32(2)) == cta.wg)
+        has_last = jnp.int32(lax.rem(last, jnp.int32(2)) == cta.wg)
         most, odd = lax.div(cta.count - 2 + cta.wg, jnp.int32(2)), 2 - cta.wg
         # Loops of one step at most stand for branches, in which there are to be no matmuls.
         rows = lax.fori_loop(0, 1 - cta.wg, lambda _, rows: step(FIRST, jnp.int32(0), rows), rows)
         rows = lax.fori_loop(0, most, lambda i, rows: step(MIDDLE, odd + 2 * i, rows), rows)
-        own = lax.min(mine, last)  # a first tile is no last one
-        rows = lax.fori_loop(0, own, lambda _, rows: step(LAST, last, rows), rows)
+        runs_last = lax.min(has_last, last)  # a first tile is no last one
+        rows = lax.fori_loop(0, runs_last, lambda _, rows: step(LAST, last, rows), rows)
         final = lambda _, rows: self.other_tile(cta, o_acc, last, rows, final=True)
-        rows = lax.fori_loop(0, 1 - mine, final, rows)
+        rows = lax.fori_loop(0, 1 - has_last, final, rows)
         return rows, plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
 
     def step(self, cta: LatentCta, o_acc, kind: Kind, t, rows: Rows) -> Rows:
@@ -401,18 +411,18 @@ class LatentKernel:
         Args:
             cta: the CTA.
             o_acc: the sums.
-            kind: what is special.
+            kind: whether it is the first step, the last or another.
             t: number of the tile.
             rows: state of the rows.
         """
         places = self.place(cta, t + 1), self.place(cta, t + 2)
         weigh = functools.partial(self.weigh, cta, o_acc, kind, t, rows, places[0])
-        found, rows = pl.run_scoped(weigh, plgpu.ACC((WARPGROUP_ROWS, KEYS), jnp.float32))
-        self.hand_over(cta, found, rows)
-        self.rescale(o_acc, found.alpha)
+        handed, rows = pl.run_scoped(weigh, plgpu.ACC((WARPGROUP_ROWS, KEYS), jnp.float32))
+        self.hand_over(cta, handed, rows)
+        self.rescale(o_acc, handed.alpha)
         if kind.masked:
             self.clear(cta, t, cta.wg)
-        self.matmuls.multiply(o_acc, found.p, self.values(cta, cta.wg))
+        self.matmuls.multiply(o_acc, handed.p, self.values(cta, cta.wg))
         if kind.loads and cta.q_rest is not None:
             # Not before P: the other warpgroup waits for that. The warps have met since S.
             pl.when(t + 2 < cta.count)(lambda: self.load(cta, places[1], cta.wg, REST))
@@ -456,13 +466,14 @@ class LatentKernel:
         limits = tile.limits(spec.mask, cta.end) if kind.masked else Limits()
         z = score_tile.logits(spec, tile, s, TileInputs(), limits)
         slack = self.blocks.lazy_rescale or None
-        given = z.log2_scale, self.far, slack, self.interpret
-        found = online_softmax.compared(rows.maxima, z.x, *given)
-        m = jnp.where(found.m == -jnp.inf, jnp.zeros_like(found.m), found.m)
-        p = jnp.exp2(found.x * z.log2_scale - per_row(m, shape))
-        alpha = jnp.exp2(found.before - m)
+        compared = online_softmax.compared(
+            rows.maxima, z.x, z.log2_scale, self.far, slack, self.interpret
+        )
+        m = jnp.where(compared.m == -jnp.inf, jnp.zeros_like(compared.m), compared.m)
+        p = jnp.exp2(compared.x * z.log2_scale - per_row(m, shape))
+        alpha = jnp.exp2(compared.before - m)
         sums = inline.lane_sums(p, self.interpret)
-        rows = Rows(found.maxima, rows.l * per_row(alpha, sums.shape) + sums)
+        rows = Rows(compared.maxima, rows.l * per_row(alpha, sums.shape) + sums)
         return Handed(self.matmuls.split(p), alpha), rows
 
     def multiply_rest(self, cta: LatentCta, s_acc):
@@ -483,11 +494,11 @@ class LatentKernel:
             left, right = cta.smem.q.at[hidden(part)], cta.smem.halves.at[hidden(cta.wg), part]
             self.matmuls.multiply(s_acc, left, right, transposed=True)
 
-    def hand_over(self, cta: LatentCta, found: Handed, rows: Rows):
+    def hand_over(self, cta: LatentCta, handed: Handed, rows: Rows):
         """Hands what a tile does to the sums to the other warpgroup, with the new maxima."""
         maxima = rows.maxima
-        self.matmuls.store_parts(cta.smem.weights.at[cta.wg], found.p)
-        for i, x in ((ALPHA, found.alpha), (M, maxima.m), (SHIFT, maxima.shift)):
+        self.matmuls.store_parts(cta.smem.weights.at[cta.wg], handed.p)
+        for i, x in ((ALPHA, handed.alpha), (M, maxima.m), (SHIFT, maxima.shift)):
             if x is not None:
                 cta.smem.rows[cta.wg, i] = plgpu.layout_cast(x, inline.ROWS)
         plgpu.commit_smem()
@@ -497,8 +508,8 @@ class LatentKernel:
         """Multiplies the sums by a factor for each row, unless all of a warp's are 1."""
         old = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         scaled = lambda: old * per_row(alpha, old.shape)
-        some = inline.some_differ(alpha, 1.0, self.interpret)
-        o_acc[...] = lax.cond(some > 0, scaled, lambda: old)
+        differs = inline.some_differ(alpha, 1.0, self.interpret)
+        o_acc[...] = lax.cond(differs > 0, scaled, lambda: old)
 
     def values(self, cta: LatentCta, slot):
         """Returns this warpgroup's half of the values of the tile in a slot."""
@@ -528,7 +539,7 @@ class LatentKernel:
             heads = pl.ds(self.query(cta.block)[1], WARPGROUP_ROWS)
             sink = plgpu.load(sinks.at[cta.batch, heads], layout=inline.ROWS, optimized=False)
         inverse, lse, shift = softmax.finish(m, l, shift, sink, self.problem.unit)
-        at = (cta.batch, lax.axis_index("split")) if self.splits else (cta.batch,)
+        index = (cta.batch, lax.axis_index("split")) if self.splits else (cta.batch,)
 
         @pl.when(cta.wg == 0)
         def _():
@@ -538,10 +549,10 @@ class LatentKernel:
             plgpu.commit_smem()
             packed = PackedGqa(self.steps.q_len, self.steps.q_heads, cta.start, self.interpret)
             for staging, out in zip(staged, (cta.out.lse, cta.out.shift), strict=True):
-                packed.store_values(staging, out.at[at])
+                packed.store_values(staging, out.at[index])
 
         o = o * per_row(inverse, o.shape)
-        target = cta.out.o.at[(*at, cta.rows, pl.ds(cta.wg * WIDTH, WIDTH))]
+        target = cta.out.o.at[(*index, cta.rows, pl.ds(cta.wg * WIDTH, WIDTH))]
         if self.splits:
             target[...] = o
         else:
@@ -573,13 +584,13 @@ def decode(
     """
     p, splits = problem, blocks.num_splits
     rows = p.q_len * p.q_heads
-    several = (splits,) if splits > 1 else ()
-    shape = p.batch, *several, rows, p.v_head_dim
-    o = jax.ShapeDtypeStruct(shape, jnp.float32 if several else p.dtype)
-    of_rows = float32((p.batch, *several, p.q_heads, p.q_len))
+    split_axis = (splits,) if splits > 1 else ()
+    shape = p.batch, *split_axis, rows, p.v_head_dim
+    o = jax.ShapeDtypeStruct(shape, jnp.float32 if split_axis else p.dtype)
+    row_shape = float32((p.batch, *split_axis, p.q_heads, p.q_len))
     run = launch(
         LatentKernel(p, blocks, interpret),
-        out=(o, of_rows, of_rows),
+        out=(o, row_shape, row_shape),
         scratch=scratch(p),
         # The rows of a sequence read the same keys at the same time.
         grid={"batch": p.batch, "split": splits, "tile": rows // WARPGROUP_ROWS},
@@ -593,12 +604,12 @@ def decode(
         kv_lengths=operands.kv_lengths,
         q_offset=operands.q_offset,
         page_table=operands.page_table,
-        sinks=None if several else operands.sinks,
+        sinks=None if split_axis else operands.sinks,
     )
-    found = DecodeResults(*run(gmem))
-    if not several:
-        o = found.o.reshape(p.batch, p.q_len, p.q_heads, p.v_head_dim)
-        return Outputs(o, found.lse, found.shift)
+    parts = DecodeResults(*run(gmem))
+    if not split_axis:
+        o = parts.o.reshape(p.batch, p.q_len, p.q_heads, p.v_head_dim)
+        return Outputs(o, parts.lse, parts.shift)
     plan = DecodePlan(p, DecodeBlocks(num_splits=splits), interpret)
-    shares = jax.tree.map(lambda x, shape: x.reshape(shape.shape), found, plan.result_shapes())
+    shares = jax.tree.map(lambda x, shape: x.reshape(shape.shape), parts, plan.result_shapes())
     return combine.combine(plan, shares, operands.sinks)

@@ -61,13 +61,13 @@ def unsupported(problem: Problem) -> str | None:
 
 def choose_wide(problem: Problem) -> dict[str, WideBlocks]:
     """Returns the options of each kernel that runs."""
-    wide, found = wide_problem(problem), {}
+    wide, blocks = wide_problem(problem), {}
     for name, roles in KERNELS.items():
         chosen = choose(wide, roles)
         assert chosen is not None, "`unsupported` has refused it"
-        found[name] = chosen
+        blocks[name] = chosen
     lazy = 0.0 if problem.spec.max_logit else LAZY_RESCALE
-    return found | {"forward": dataclasses.replace(found["forward"], lazy_rescale=lazy)}
+    return blocks | {"forward": dataclasses.replace(blocks["forward"], lazy_rescale=lazy)}
 
 
 def misfit(problem: Problem, kernel: str, blocks: WideBlocks) -> str | None:
@@ -94,31 +94,31 @@ def arrays_of(
         return pad_axis(pad_axis(x, 3, width), 1, round_up(x.shape[1], LENGTH_MULTIPLE))
 
     rows = round_up(problem.q_len, ROW_MULTIPLE)
-    given = cotangents or Cotangents(None, None, None)
+    cotangents = cotangents or Cotangents(None, None, None)
     per_row = lambda x, fill=0.0: None if x is None else pad_axis(x, 2, rows, fill)
     return BackwardArrays(
         q=tile(operands.q, problem.head_dim),
         k=tile(operands.k, problem.head_dim),
         v=tile(operands.v, problem.v_head_dim),
-        do=tile(given.do, problem.v_head_dim),
-        lse_log2=per_row(given.lse_log2, EMPTY_ROW),
-        delta=per_row(given.delta),
+        do=tile(cotangents.do, problem.v_head_dim),
+        lse_log2=per_row(cotangents.lse_log2, EMPTY_ROW),
+        delta=per_row(cotangents.delta),
         q_offset=operands.q_offset,
-        shift=per_row(given.shift),
+        shift=per_row(cotangents.shift),
     )
 
 
 def forward(problem: Problem, blocks: WideBlocks, operands: Operands, interpret: bool) -> Outputs:
-    """Computes attention; see core.problem.Outputs."""
+    """Pads the operands, runs the kernel and returns its results without padding."""
     wide = wide_problem(problem)
     arrays = arrays_of(wide, padding.cleared(operands), None)
-    found = run_forward(wide, blocks, operands, arrays, interpret)
+    outputs = run_forward(wide, blocks, operands, arrays, interpret)
     rows = lambda x: None if x is None else x[:, :, : problem.q_len]
     return Outputs(
-        found.o[:, : problem.q_len, :, : problem.v_head_dim],
-        rows(found.lse_log2),
-        rows(found.shift),
-        rows(found.max_logit),
+        outputs.o[:, : problem.q_len, :, : problem.v_head_dim],
+        rows(outputs.lse_log2),
+        rows(outputs.shift),
+        rows(outputs.max_logit),
     )
 
 
@@ -146,13 +146,12 @@ def backward(
     do = padding.cleared_queries(operands, cotangents.do)
     operands, cotangents = padding.cleared(operands), cotangents._replace(do=do)
     arrays = arrays_of(wide, operands, cotangents)
-    given = operands, arrays, interpret
-    dk, dv = key_value_gradients(wide, blocks.dkv, *given)
-    whole = lambda x, like: x[:, : like.shape[1], :, : like.shape[3]]
+    dk, dv = key_value_gradients(wide, blocks.dkv, operands, arrays, interpret)
+    cut = lambda gradient, x: gradient[:, : x.shape[1], :, : x.shape[3]]
     launch = lambda *sums: score_sums(wide, sums, operands, arrays, producer, interpret)
     return Grads(
-        whole(query_gradient(wide, blocks.dq, *given), operands.q),
-        whole(dk, operands.k),
-        whole(dv, operands.v),
+        cut(query_gradient(wide, blocks.dq, operands, arrays, interpret), operands.q),
+        cut(dk, operands.k),
+        cut(dv, operands.v),
         **score_grads(wide, operands, wanted, launch),
     )

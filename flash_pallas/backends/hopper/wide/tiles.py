@@ -16,11 +16,11 @@ from ..common.auxiliary_inputs import AuxiliaryInputs, Streamed
 from ..common.pipeline import empty_barrier, fits, row_buffer, tile_buffer
 from .handover import received_buffer
 
-NARROW, WIDEST = 256, 512  # head dims that the other kernels run, and these
+NARROW, WIDEST = 256, 512  # largest head dims of the other kernels, and of these
 WARPGROUPS = 2
 COLUMNS = WARPGROUPS * WARPGROUP_ROWS  # scores of a step: each warpgroup has 64
-SWIZZLED = 64  # columns of one swizzle of 128 bytes, of which chunks are made
-LEAST_CHUNKS, MOST_CHUNKS = 2, 16  # of a warpgroup, in flight
+SWIZZLED = 64  # columns of one swizzle of 128 bytes; chunks are one or more of these wide
+LEAST_CHUNKS, MOST_CHUNKS = 2, 16  # that a warpgroup has in flight
 
 
 class Role(NamedTuple):
@@ -79,7 +79,7 @@ class Chunks:
 
     @property
     def total(self) -> int:
-        """Number of chunks."""
+        """Number of chunks of a step."""
         return sum(self.of(name) for _, name in self.role.scores) + len(self.summed)
 
 
@@ -149,8 +149,10 @@ def scratch(
     """Returns the shared memory and the barriers of a CTA, the same in every role."""
     bar, aux, chunks = plgpu.Barrier, AuxiliaryInputs(problem, roles[0].q_axis), blocks.chunks
     tile = lambda *shape: tile_buffer(shape, jnp.dtype(problem.dtype))
-    of = Chunks(problem, roles[0], blocks.width).of
-    counts = [max(map(of, names)) for names in zip(*(role.own for role in roles), strict=True)]
+    num_chunks = Chunks(problem, roles[0], blocks.width).of
+    counts = [
+        max(map(num_chunks, names)) for names in zip(*(role.own for role in roles), strict=True)
+    ]
     slots = blocks.stages * WARPGROUPS
     forward, pair, streams = roles == (FORWARD,), len(roles) > 1, bool(aux.copies)
     smem = WideSmem(
@@ -161,15 +163,15 @@ def scratch(
         auxiliary=aux.buffers(slots, WARPGROUP_ROWS, WARPGROUP_ROWS),
         received=received_buffer(WARPGROUPS) if pair else None,
     )
-    both = bar(num_arrivals=WARPGROUPS)
+    both_arrive = bar(num_arrivals=WARPGROUPS)
     # Both warpgroups of one CTA arrive, which make as many arrivals as one warpgroup of each CTA.
     of_pair = empty_barrier(len(roles), 1, 1) if pair else None
     bars = WideBarriers(
         own=bar(num_arrivals=sum(counts)),
         full=bar(num_barriers=WARPGROUPS * chunks),
-        weights_full=both,
-        weights_empty=both,
-        rows=both if forward else None,
+        weights_full=both_arrive,
+        weights_empty=both_arrive,
+        rows=both_arrive if forward else None,
         auxiliary_full=bar(num_arrivals=aux.copies, num_barriers=slots) if streams else None,
         handed=of_pair,
         read=of_pair,
@@ -185,13 +187,13 @@ def choose(problem: Problem, roles: tuple[Role, ...]) -> WideBlocks | None:
     for width, stages in itertools.product(widths(problem, roles), (2, 1)):
         totals = [Chunks(problem, role, width).total for role in roles]
         counts = range(min(MOST_CHUNKS, *totals), LEAST_CHUNKS - 1, -1)
-        found = [
+        fitting = [
             blocks
             for blocks in (WideBlocks(width, chunks, stages) for chunks in counts)
             if fits(scratch(problem, roles, blocks))
         ]
-        if found:
-            return found[0]
+        if fitting:
+            return fitting[0]
     return None
 
 
