@@ -67,6 +67,10 @@ class Ring:
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=slots)
         return cls(full, empty_barrier(cluster, readers, slots) if readers else None, slots)
 
+    def filled_by(self, copies: int) -> Ring:
+        """Returns the declaration with fills of this many arrivals."""
+        return dataclasses.replace(self, full=dataclasses.replace(self.full, num_arrivals=copies))
+
     def use(self, n):
         """Returns the number of the n-th use among all uses."""
         return n if ints.is_static(self.before) and self.before == 0 else n + self.before

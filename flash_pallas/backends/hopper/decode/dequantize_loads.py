@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...gpu.ptx.eight_bit_tiles import widen
-from ..common.pipeline import Ring
 from .loads import DecodeProducer, Pages
 from .plan import DecodeCta, DecodePlan, Keys
 from .tiles import takes_wide
@@ -70,7 +69,7 @@ class DequantizingProducer:
         @pl.loop(keys.stop, guessed)
         def _(n):  # Blocks that nobody needed arrive all the same.
             for kind in plan.kinds:
-                self.raw_ring(cta, kind).wait_full(n)
+                cta.bars.raw[kind].wait_full(n)
 
         cta.k.drain(keys.stop)
         if not plan.shares:
@@ -88,14 +87,14 @@ class DequantizingProducer:
 
     def fetch(self, cta: DecodeCta, kind: int, n, block, places: tuple):
         """Starts the copy of the n-th block of K (kind 0) or V (kind 1)."""
-        slot = self.raw_ring(cta, kind).slot(n)
-        source = (cta.gmem.k, cta.gmem.v)[kind]
-        tile, barrier = cta.smem.raw[kind].at[slot], cta.bars.raw_full[kind].at[slot]
+        ring, source = cta.bars.raw[kind], (cta.gmem.k, cta.gmem.v)[kind]
+        slot = ring.slot(n)
+        tile, barrier = cta.smem.raw[kind].at[slot], ring.full.at[slot]
         DecodeProducer(self.plan).copy(cta, source, tile, barrier, block, places)
 
     def widen(self, cta: DecodeCta, keys: Keys, kind: int, use, scales):
         """Widens a block of K (kind 0) or V (kind 1) to 16 bits, in the slot that matmuls read."""
-        raw_ring, ring = self.raw_ring(cta, kind), (cta.k, cta.v)[kind]
+        raw_ring, ring = cta.bars.raw[kind], (cta.k, cta.v)[kind]
         raw = cta.smem.raw[kind].at[raw_ring.slot(use)]
         tile = (cta.smem.k, cta.smem.v)[kind].at[ring.slot(use)]
         raw_ring.wait_full(use)
@@ -141,7 +140,3 @@ class DequantizingProducer:
         columns = self.plan.part_columns
         part = lambda i: (raw.at[:, pl.ds(i * columns, columns)], tile.at[i])
         return [part(i) for i in range(self.plan.parts)]
-
-    def raw_ring(self, cta: DecodeCta, kind: int) -> Ring:
-        """Returns the ring of blocks as they arrive; nobody else reads them."""
-        return Ring(cta.bars.raw_full[kind], None, self.plan.blocks.stages)

@@ -27,7 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core.decode import DecodeOperands, DecodeProblem, DraftArrays
 from ....core.problem import Outputs
 from ...gpu.launch import launch
-from ..common.pipeline import Ring
 from . import combine
 from .columns import ColumnConsumer
 from .dequantize_loads import DequantizingProducer
@@ -59,21 +58,18 @@ class DecodeKernel:
     def run(self, gmem: DecodeGmem, *refs):
         """Reads the keys of this CTA; `refs` are the results and the shared memory."""
         *results, smem, bars = refs
-        slots = self.plan.slots
         cta = DecodeCta(
             gmem=gmem,
             out=DecodeResults(*results),
             smem=smem,
             bars=bars,
-            k=Ring(bars.k_full, bars.k_empty, slots),
-            v=Ring(bars.v_full, bars.v_empty, self.plan.v_slots),
+            k=bars.k,
+            v=bars.k if self.plan.shares else self.plan.with_v_slots(bars.v),
             batch=lax.axis_index("batch"),
             head=lax.axis_index("head"),
             tile=lax.axis_index("tile"),
             split=lax.axis_index("split") if self.plan.several else jnp.int32(0),
         )
-        if self.plan.shares:
-            cta = dataclasses.replace(cta, v=cta.k)
         wg, parts = lax.axis_index("wg"), self.plan.parts
         if cta.out.counter is not None:
             first = (cta.batch + cta.head + cta.split + wg) == 0

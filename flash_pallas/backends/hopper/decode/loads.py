@@ -123,7 +123,7 @@ class DecodeProducer:
 
     def load_all(self, cta: DecodeCta, keys: Keys, guessed):
         """Loads all blocks, one after the other, and hands scales of their pages over with K."""
-        pages, arrived = self.pages, lambda n: cta.bars.k_full.at[cta.k.slot(n)]
+        pages, arrived = self.pages, lambda n: cta.k.full.at[cta.k.slot(n)]
 
         def load(n, state):
             places, scales = state
@@ -184,12 +184,12 @@ class DecodeProducer:
     def copy_k(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of K into the slot of the n-th block."""
         slot = cta.k.slot(n)
-        self.copy(cta, cta.gmem.k, cta.smem.k.at[slot], cta.bars.k_full.at[slot], block, places)
+        self.copy(cta, cta.gmem.k, cta.smem.k.at[slot], cta.k.full.at[slot], block, places)
 
     def copy_v(self, cta: DecodeCta, n, block, places: tuple):
         """Issues the copy of a block of V into the slot of the n-th block."""
         slot = cta.v.slot(n)
-        self.copy_values(cta, cta.smem.v.at[slot], cta.bars.v_full.at[slot], block, places)
+        self.copy_values(cta, cta.smem.v.at[slot], cta.v.full.at[slot], block, places)
 
     def copy_values(self, cta: DecodeCta, tile, barrier, block, places: tuple):
         """Issues the copies of all parts of a block of V into `tile`."""
@@ -241,7 +241,7 @@ class DecodeProducer:
             for tile in [v] if parts == 1 else [v.at[part] for part in range(parts)]:
                 self.plan.clear_padding(tile, keys, first, swizzle)
             for _ in range(self.plan.pieces * parts):
-                plgpu.barrier_arrive(cta.bars.v_full.at[slot])
+                plgpu.barrier_arrive(cta.v.full.at[slot])
 
     def copy(self, cta: DecodeCta, source, tile, barrier, j, places: tuple, column=None):
         """Issues the copies of a block into `tile`, one for each of its pieces.

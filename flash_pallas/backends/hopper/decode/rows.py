@@ -128,8 +128,15 @@ class RowConsumer(Consumer):
 
     def qk(self, cta: DecodeCta, use):
         """Returns S = Q K^T of a block, f32."""
-        k = cta.smem.k.at[self.plan.slot(cta.k, use)]
-        return self.plan.matmuls.scores(self.queries(cta), k)
+
+        def matmul(s_acc):
+            # In here the slot of wide heads, which is found anew, follows the accumulator.
+            k = cta.smem.k.at[self.plan.slot(cta.k, use)]
+            self.plan.matmuls.multiply(s_acc, self.queries(cta), k, transposed=True)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        shape = (WARPGROUP_ROWS, self.plan.blocks.block_kv)
+        return pl.run_scoped(matmul, plgpu.ACC(shape, jnp.float32))
 
     def logits(self, held: QueryFragments, s, first, masked: bool):
         """Returns (x, log2_scale) of matmuls s, with keys from `first` on; -inf where hidden."""

@@ -14,7 +14,7 @@ from ....core.integers import round_up
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...gpu.ptx import draft_bits
 from ...gpu.ptx.inline_columns import WARPS
-from ..common.pipeline import SMEM_LIMIT, row_buffer, swizzles, tile_buffer
+from ..common.pipeline import SMEM_LIMIT, Ring, row_buffer, swizzles, tile_buffer
 from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
 from ..forward.tiles import NATIVE_HEAD_DIMS, native_head_dims
 
@@ -414,19 +414,21 @@ class DecodeSmem(NamedTuple):
 
 
 class DecodeBarriers(NamedTuple):
-    """The mbarriers of one CTA: those of k and v, one for each slot.
+    """The mbarriers of one CTA.
 
-    A full one gets one arrival of each copy, and that of k another one where scales are handed over
-    with it; where the producer widens blocks, one of the producer.
+    A fill of k or v has one arrival of each copy, and that of k another one where scales are handed
+    over with it; where the producer widens blocks, one of the producer.
     """
 
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
+    k: Ring
+    v: Ring | None = None  # None where the tile of K is that of V, too
     v_arrived: Any = None  # the block of V whose end the producer clears
-    raw_full: Any = None  # of blocks of K and V in eight bits, that the producer widens
+    raw: tuple[Ring, ...] = ()  # of blocks of K and V in eight bits, which the producer widens
     met: Any = None  # at which several compute warpgroups meet
+
+
+def _barrier(arrivals: int):
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=1)
 
 
 def tile_rows(problem: DecodeProblem, upright: bool) -> int:
@@ -578,7 +580,6 @@ class DecodeLayout:
         """Returns what to allocate for these cache arrays; None will do where only sizes matter."""
         head_dim, v_head_dim, slots = self.head_dims[0], self.part_columns, self.slots
         block, matmuls, rows = self.blocks.block_kv, self.matmuls, self.tile_rows
-        barrier = lambda arrivals, number: plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
         of_k, of_v = self.copied(k), self.copied(v)
         tile = lambda shape, swizzle: tile_buffer(shape, matmuls.operand_dtype, swizzle)
         keys = tile((slots, block, head_dim), self.k_swizzle(*of_k))
@@ -593,10 +594,6 @@ class DecodeLayout:
         o_dtype = jnp.float32 if self.several else self.problem.dtype
         staging = tile_buffer((*part, rows, v_head_dim), o_dtype), *[row_buffer((rows,))] * 2
         smem = DecodeSmem(q, plgpu.RefUnion(inputs, staging))
-        empty, copied = barrier(1, slots), barrier(self.pieces, self.blocks.stages)
-        of_values = barrier(self.pieces, self.v_slots), barrier(1, self.v_slots)
-        if self.shares:
-            of_values = None, None
         if self.blocks.upright:
             q_scale = row_buffer((rows,)) if self.in_registers else None
             p, across = tile((rows, block), self.p_swizzle(*of_v)), row_buffer((WARPS, rows))
@@ -605,27 +602,32 @@ class DecodeLayout:
             smem = smem._replace(scales=row_buffer((2, slots, self.pieces)))
         if self.in_memory:
             smem = smem._replace(raw=self.raw(self.blocks.stages))
-            return smem, self.widened_barriers(copied)
-        if self.page_scales:
-            copied = barrier(self.pieces + 1, slots)
-        if self.blocks.upright:
-            return smem, DecodeBarriers(copied, empty, *of_values)
-        if self.shares:
-            empty, met = barrier(self.parts, slots), barrier(self.parts, 1)
-            return smem, DecodeBarriers(copied, empty, *of_values, met=met)
-        if self.parts > 1:
-            empty, met = barrier(self.parts, slots), barrier(self.parts, 1)
-            arrived = [barrier(self.pieces * self.parts, n) for n in (slots, 1)]
-            return smem, DecodeBarriers(copied, empty, arrived[0], empty, arrived[1], met=met)
-        return smem, DecodeBarriers(copied, empty, copied, empty, barrier(self.pieces, 1))
+            return smem, self.widened_barriers()
+        return smem, self.copied_barriers()
 
-    def widened_barriers(self, copied) -> DecodeBarriers:
-        """Returns the barriers of blocks that the producer widens; `copied` are those of copies."""
-        full = plgpu.Barrier(num_barriers=self.slots)
-        empty = plgpu.Barrier(num_arrivals=self.parts, num_barriers=self.slots)
-        of_values = (None, None) if self.shares else (full, empty)
-        met = plgpu.Barrier(num_arrivals=self.parts, num_barriers=1) if self.parts > 1 else None
-        return DecodeBarriers(full, empty, *of_values, None, (copied,) * len(self.kinds), met)
+    def copied_barriers(self) -> DecodeBarriers:
+        """Returns the barriers where matmuls read blocks as they are copied."""
+        parts, copies_of_v = self.parts, self.pieces * self.parts
+        k = Ring.declare(self.slots, copies=self.pieces + self.page_scales, readers=parts)
+        if self.blocks.upright:
+            v = None if self.shares else Ring.declare(self.v_slots, copies=self.pieces)
+            return DecodeBarriers(k, v)
+        met = _barrier(parts) if self.shares or parts > 1 else None
+        if self.shares:
+            return DecodeBarriers(k, met=met)
+        v = Ring.declare(self.slots, copies=copies_of_v, readers=parts) if parts > 1 else k
+        return DecodeBarriers(k, v, _barrier(copies_of_v), met=met)
+
+    def with_v_slots(self, ring: Ring) -> Ring:
+        """Returns the ring of V with its slots: fewer than it has barriers where K has more."""
+        return dataclasses.replace(ring, slots=self.v_slots)
+
+    def widened_barriers(self) -> DecodeBarriers:
+        """Returns the barriers of blocks that the producer widens."""
+        k = Ring.declare(self.slots, readers=self.parts)
+        raw = (Ring.declare(self.blocks.stages, copies=self.pieces, readers=0),) * len(self.kinds)
+        met = _barrier(self.parts) if self.parts > 1 else None
+        return DecodeBarriers(k, None if self.shares else k, raw=raw, met=met)
 
     @property
     def kinds(self) -> range:

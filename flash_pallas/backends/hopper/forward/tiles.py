@@ -376,10 +376,8 @@ class ForwardSmem(NamedTuple):
 
     q_full: Any
     q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
+    k_ring: Ring  # with the auxiliary inputs
+    v_ring: Ring
     v_arrived: Any  # a block of V whose padding is to be zeroed; or None
     tile_full: Any  # the number of a claimed tile; or None
 
@@ -432,10 +430,8 @@ def scratch(
         tangents=None,
         q_full=bar(num_barriers=wgs),
         q_empty=bar(num_barriers=wgs) if blocks.persistent else None,
-        k_full=bar(num_arrivals=1 + aux.copies, num_barriers=stages),
-        k_empty=bar(num_arrivals=wgs, num_barriers=stages),
-        v_full=bar(num_barriers=stages),
-        v_empty=bar(num_arrivals=wgs, num_barriers=stages),
+        k_ring=Ring.declare(stages, copies=1 + aux.copies, readers=wgs),
+        v_ring=Ring.declare(stages, readers=wgs),
         v_arrived=bar() if problem.is_dynamic else None,
         tile_full=bar(num_barriers=SLOTS) if claims else None,
     )

@@ -128,13 +128,12 @@ def _widest(steps: DecodeProblem) -> int:
 
 def scratch(problem: Problem, blocks: ForwardBlocks, page_size: int, *arrays):
     """Returns the shared memory and the barriers of a CTA; see the forward's `scratch`."""
-    smem, pieces = forward_scratch(problem, blocks, *arrays), 0
+    smem = forward_scratch(problem, blocks, *arrays)
     pieces = blocks.block_kv // piece_rows(blocks.block_kv, page_size)
-    of_pieces = lambda bar: dataclasses.replace(bar, num_arrivals=pieces)
     return smem._replace(
-        k_full=of_pieces(smem.k_full),
-        v_full=of_pieces(smem.v_full),
-        v_arrived=of_pieces(smem.v_arrived),
+        k_ring=smem.k_ring.filled_by(pieces),
+        v_ring=smem.v_ring.filled_by(pieces),
+        v_arrived=dataclasses.replace(smem.v_arrived, num_arrivals=pieces),
     )
 
 

@@ -46,7 +46,7 @@ from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline, online_softmax
 from ...gpu.ptx.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
-from ..common.pipeline import Ring, rows_of, warpgroup_rows
+from ..common.pipeline import rows_of, warpgroup_rows
 from ..forward.kernel import drain_inline, load_inline_first, produce
 from ..forward.scheduler import TileScheduler
 from ..forward.softmax import finish, finite, per_row, unseen
@@ -171,8 +171,8 @@ def run_cta(
         out=results,
         left=None,
         smem=smem,
-        k=Ring(smem.k_full, smem.k_empty, blocks.stages),
-        v=Ring(smem.v_full, smem.v_empty, blocks.stages),
+        k=smem.k_ring,
+        v=smem.v_ring,
         index=lax.axis_index("cta"),
         wg=lax.axis_index("wg"),
         counter=None,

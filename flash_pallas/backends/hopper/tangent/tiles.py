@@ -141,8 +141,8 @@ def tangent_scratch(
     return smem._replace(
         tangents=TangentTiles(smem.q, smem.k, smem.v, streamed),
         q_full=bar(num_arrivals=2, num_barriers=blocks.warpgroups),
-        k_full=bar(num_arrivals=copies, num_barriers=stages),
-        v_full=bar(num_arrivals=2, num_barriers=stages),
+        k_ring=smem.k_ring.filled_by(copies),
+        v_ring=smem.v_ring.filled_by(2),
         v_arrived=None,
     )
 
