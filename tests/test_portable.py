@@ -9,8 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from flash_pallas.backends.portable import PortableBackend, tiling
+from flash_pallas.backends.portable.backward.tiles import FusedSizes, SplitSizes
 from flash_pallas.backends.portable.common.kernel import Steps
-from flash_pallas.backends.portable.tiling import FusedSizes, PortableBlocks, SplitSizes, TileSizes
+from flash_pallas.backends.portable.common.tiles import (
+    RESERVED,
+    WIDEST_SHARED,
+    TileSizes,
+    memory_of,
+)
+from flash_pallas.backends.portable.tiling import PortableBlocks
 from flash_pallas.core.block_lists import BlockLists
 from flash_pallas.core.mask import BlockRange, Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
@@ -42,7 +49,7 @@ def test_tiles_fit(capability, head_dims, deterministic):
     found = PortableBackend(interpret=True, capability=capability).attention.plan(described)
     for name, tile in kernels(found).items():
         size = tiling.bytes_of(name, tile, described)
-        assert size <= tiling.memory_of(capability) - tiling.RESERVED
+        assert size <= memory_of(capability) - RESERVED
 
 
 @pytest.mark.parametrize(
@@ -112,8 +119,8 @@ def test_tiles_that_wide_heads_cannot_have(override, message):
 def test_every_wide_head_has_tiles(capability):
     """Checks all tiles of head dims above 256, of sums of dS too, with a bias and with many."""
     backend = PortableBackend(interpret=True, capability=capability)
-    most = tiling.memory_of(capability) - tiling.RESERVED
-    wide = range(264, tiling.WIDEST_SHARED + 1, 8)
+    most = memory_of(capability) - RESERVED
+    wide = range(264, WIDEST_SHARED + 1, 8)
     for dims in [*((w, w) for w in wide), *((w, 8) for w in wide), *((8, w) for w in wide)]:
         for shape in ((1, 1, 256, 256), (1, 1, 1, 256)):
             features = frozenset({"bias"})

@@ -11,7 +11,7 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas.backends.portable import PortableBackend
-from flash_pallas.backends.portable.tiling import PortableDecodeBlocks
+from flash_pallas.backends.portable.decode.tiles import PortableDecodeBlocks
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.core import decode, softmax
 from flash_pallas.frontend import dispatch

@@ -18,6 +18,8 @@ from flash_pallas.backends.hopper.backward.launch import choose_backward, native
 from flash_pallas.backends.hopper.common.pipeline import SMEM_LIMIT
 from flash_pallas.backends.hopper.forward import tiles
 from flash_pallas.backends.portable import tiling as portable_blocks
+from flash_pallas.backends.portable.backward.tiles import SplitSizes
+from flash_pallas.backends.portable.common.tiles import RESERVED, memory_of
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -174,7 +176,7 @@ def _assert_hopper_tiles_fit(problem):
 def _assert_portable_tiles_fit(problem, capability: str):
     found = portable_blocks.choose_blocks(problem, None, capability)
     kernels = {"forward": found.forward}
-    if isinstance(found.backward, portable_blocks.SplitSizes):
+    if isinstance(found.backward, SplitSizes):
         kernels |= {"dkv": found.backward.dkv, "dq": found.backward.dq}
     else:
         kernels["fused"] = found.backward
@@ -182,7 +184,7 @@ def _assert_portable_tiles_fit(problem, capability: str):
     kernels |= {name: tile for name, tile in scores.items() if tile is not None}
     for name, tile in kernels.items():
         taken = portable_blocks.bytes_of(name, tile, problem)
-        assert taken <= portable_blocks.memory_of(capability) - portable_blocks.RESERVED, (
+        assert taken <= memory_of(capability) - RESERVED, (
             problem,
             name,
             taken,

@@ -25,6 +25,7 @@ from flash_pallas.backends.gpu import ahead, jax_compat
 from flash_pallas.backends.gpu.jax_compat import trades_registers
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.portable import tiling as tiles
+from flash_pallas.backends.portable.common.tiles import RESERVED
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 
@@ -351,7 +352,7 @@ def test_portable_tiles_fit(name):
         q = jax.ShapeDtypeStruct((1, 512, 1, most), jnp.bfloat16)
         problem = describe(Operands(q, q, q, None), AttentionSpec(scale=1.0))
         for kernel, tile in kernels.items():
-            assert tiles.bytes_of(kernel, tile, problem) <= shared - tiles.RESERVED
+            assert tiles.bytes_of(kernel, tile, problem) <= shared - RESERVED
 
 
 def test_backend_of_a_target():

@@ -30,17 +30,19 @@ from .. import base
 from ..gpu.launch import refusal
 from ..xla import ragged as xla_ragged
 from . import tiling
-from . import tiling as tiles
 from .backward.base import BackwardArrays
 from .backward.dbias.kernel import scores
 from .backward.fused.kernel import fused
 from .backward.split.dkv import dkv
 from .backward.split.dq import dq
+from .backward.tiles import FusedSizes
 from .common.smem_tiles import DTYPES, HEAD_DIM_MULTIPLE
+from .common.tiles import WIDEST_SHARED, TileSizes, memory_of
+from .decode import tiles as decode_tiles
 from .decode.kernel import decode
 from .forward.kernel import forward
 from .tangent.kernel import tangents as push
-from .tiling import FusedSizes, PortableBlocks, PortableDecodeBlocks, choose_blocks
+from .tiling import PortableBlocks, choose_blocks
 
 NUM_SMS = 108  # of an A100, where the device does not say
 
@@ -118,8 +120,8 @@ class PortableAttention(_Operation, base.Attention):
         if problem.dtype not in DTYPES:
             return f"takes bfloat16 and float16, not {problem.dtype}: cast q, k and v"
         widest = max(problem.head_dim, problem.v_head_dim)
-        if widest > tiles.WIDEST_SHARED:
-            return f"takes head dims up to {tiles.WIDEST_SHARED}, not {widest}"
+        if widest > WIDEST_SHARED:
+            return f"takes head dims up to {WIDEST_SHARED}, not {widest}"
         return refusal(problem)
 
     def plan(self, problem: Problem, override: dict[str, Any] | None = None) -> PortableBlocks:
@@ -190,7 +192,7 @@ class PortableJvp(_Operation, base.Jvp):
         moved = push(padded, tile, operands, padded_tangents, outputs, interpret)
         return moved._replace(do=moved.do[..., : problem.v_head_dim])
 
-    def _tile(self, problem: Problem) -> tiling.TileSizes | None:
+    def _tile(self, problem: Problem) -> TileSizes | None:
         return tiling.choose_tangent(problem, self.backend.capability_there)
 
 
@@ -201,15 +203,15 @@ class PortableDecode(_Operation, base.Decode):
         """Returns why the decode kernel cannot run `problem` here, or None."""
         if reason := self.backend.device_refusal:
             return reason
-        return tiling.unsupported(problem, tiles.memory_of(self.backend.capability_there))
+        return decode_tiles.unsupported(problem, memory_of(self.backend.capability_there))
 
-    def plan(self, problem: DecodeProblem) -> PortableDecodeBlocks:
-        """Chooses tile sizes and the number of splits; see tiling.py."""
+    def plan(self, problem: DecodeProblem) -> decode_tiles.PortableDecodeBlocks:
+        """Chooses tile sizes and the number of splits; see decode/tiles.py."""
         num_sms = self.backend.num_sms or _num_sms()
-        return tiling.choose(problem, num_sms, tiles.memory_of(self.backend.capability_there))
+        return decode_tiles.choose(problem, num_sms, memory_of(self.backend.capability_there))
 
     def run(
-        self, spec: DecodeSpec, blocks: PortableDecodeBlocks, operands: DecodeOperands
+        self, spec: DecodeSpec, blocks: decode_tiles.PortableDecodeBlocks, operands: DecodeOperands
     ) -> Outputs:
         """Computes attention of a few queries to a KV cache; see decode/kernel.py."""
         if spec.shares_prefix:

@@ -25,7 +25,8 @@ from ...gpu.score_tile import RegisterTile, Weights
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
 from ..common.kernel import Kernel, Step, Steps, masked_unless, q_tile_range
 from ..common.smem_tiles import Copies, Copy
-from ..tiling import FusedSizes, ScoreLines, TileSizes
+from ..common.tiles import TileSizes
+from .tiles import FusedSizes, ScoreLines
 
 LSE, DELTA = range(2)  # of BackwardArrays.rows
 

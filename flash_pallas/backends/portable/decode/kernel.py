@@ -38,12 +38,12 @@ from ...gpu.ptx.mma_sync import store_accumulator
 from ...gpu.ptx.online_softmax import far_of, settled
 from ...gpu.ptx.sums_of_rows import row_sums
 from ...gpu.score_tile import RegisterTile
-from .. import tiling
 from ..common.auxiliary_inputs import load_vector
 from ..common.kernel import Kernel, Steps
 from ..common.smem_tiles import Copy, columns_of
 from ..common.softmax import Online, Rows, per_row
-from ..tiling import DecodeSmem, PortableDecodeBlocks, row_tiles
+from . import tiles as tile_sizes
+from .tiles import DecodeSmem, PortableDecodeBlocks, row_tiles
 
 
 class DecodeArrays(NamedTuple):
@@ -144,7 +144,7 @@ class DecodeKernel(Kernel):
     def place(self, gmem: DecodeArrays, out: DecodeOut, smem: DecodeSmem) -> DecodeCta:
         """Returns where this CTA is: its batch entry, split, KV head, rows and sequence length."""
         batch, split, head, tile = (lax.axis_index(x) for x in ("batch", "split", "head", "tile"))
-        parts, part = tiling.value_parts(self.problem), None
+        parts, part = tile_sizes.value_parts(self.problem), None
         if parts > 1:
             tile, part = lax.div(tile, jnp.int32(parts)), lax.rem(tile, jnp.int32(parts))
         own = (batch, head) if self.problem.of_heads else batch
@@ -263,7 +263,10 @@ class DecodeKernel(Kernel):
 
     def own_columns(self, cta: DecodeCta, ref):
         """Returns the columns of V or O, the last axis of `ref`, that are this CTA's."""
-        columns, leading = tiling.part_columns(self.problem), (slice(None),) * (len(ref.shape) - 1)
+        columns, leading = (
+            tile_sizes.part_columns(self.problem),
+            (slice(None),) * (len(ref.shape) - 1),
+        )
         if cta.part is None:
             has_all = ref.shape[-1] == columns
             return ref if has_all else ref.at[(*leading, pl.ds(0, columns))]
@@ -405,13 +408,13 @@ def decode(
     run = launch(
         DecodeKernel(problem, blocks, interpret),
         out=(out,),
-        scratch=(tiling.decode_layout(problem, blocks),),
+        scratch=(tile_sizes.decode_layout(problem, blocks),),
         # Heads vary fastest: CTAs that run together read all heads of a key, which are neighbours.
         grid={
             "batch": problem.batch,
             "split": blocks.num_splits,
             "head": problem.kv_heads,
-            "tile": tiles * tiling.value_parts(problem),
+            "tile": tiles * tile_sizes.value_parts(problem),
         },
         threads=1,
         name="flash_pallas_portable_decode",

@@ -45,7 +45,8 @@ from ..common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_fir
 from ..common.shares import Shares
 from ..common.smem_tiles import Copies, Copy, Stream, warpgroups_of, widths
 from ..common.softmax import SLACK, Online, Rows, Weighed, per_row
-from ..tiling import Exchange, ForwardSmem, TileSizes
+from ..common.tiles import TileSizes
+from ..tiling import Exchange, ForwardSmem
 
 
 class ForwardArrays(NamedTuple):

@@ -37,7 +37,8 @@ from ..common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load
 from ..common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
 from ..common.smem_tiles import Copy, Stream, widths
 from ..common.softmax import no_sums, per_row
-from ..tiling import TangentSmem, TileSizes
+from ..common.tiles import TileSizes
+from ..tiling import TangentSmem
 
 COLUMNS = 64  # of dO that are finished at a time: O takes registers next to the sums
 

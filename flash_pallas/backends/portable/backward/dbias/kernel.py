@@ -43,7 +43,6 @@ from ....gpu.ptx import inline
 from ....gpu.ptx.mma_sync import store_accumulator
 from ....gpu.ptx.sums_of_rows import partial_sums, row_sums
 from ....gpu.score_tile import RegisterTile
-from ... import tiling
 from ...common import softmax
 from ...common.auxiliary_inputs import (
     AuxiliaryInputs,
@@ -54,7 +53,8 @@ from ...common.auxiliary_inputs import (
 )
 from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first, q_tile_range
 from ...common.smem_tiles import Copies, Copy, Stream, Warpgroups, widths
-from ...tiling import (
+from ..base import BackwardArrays
+from ..tiles import (
     ENOUGH_BLOCKS,
     PIECE,
     LinesSmem,
@@ -62,8 +62,9 @@ from ...tiling import (
     ScoreLines,
     ScoreTiles,
     TilesSmem,
+    score_lines,
+    score_tiles,
 )
-from ..base import BackwardArrays
 
 
 class Pairs(NamedTuple):
@@ -358,7 +359,7 @@ def line_sums(
     run = launch(
         kernel,
         out=(float32((problem.batch, problem.q_heads, blocks * tile.rows)),) * len(names),
-        scratch=(tiling.score_lines(problem, tile),),
+        scratch=(score_lines(problem, tile),),
         grid={"batch": problem.batch, "head": problem.q_heads, "row": blocks},
         threads=1,
         name=f"flash_pallas_portable_scores_{axes}",
@@ -612,7 +613,7 @@ def tile_sums(
     run = launch(
         kernel,
         out=jax.ShapeDtypeStruct((parts * entries, heads, *sizes), dtype),
-        scratch=(tiling.score_tiles(problem, tile, interpret),),
+        scratch=(score_tiles(problem, tile, interpret),),
         grid={"tile": tiles.clusters * parts * entries * heads},
         threads=tile.warpgroups,
         name="flash_pallas_portable_scores_tile",

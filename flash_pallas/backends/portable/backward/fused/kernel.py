@@ -37,12 +37,12 @@ from ....gpu.launch import launch
 from ....gpu.ptx import device_sums
 from ....gpu.ptx.mma_sync import Grid
 from ....gpu.ptx.threads import THREADS
-from ... import tiling
 from ...common.auxiliary_inputs import load_vector
 from ...common.kernel import Kernel, Step
 from ...common.smem_tiles import Copies, Copy, Stream, Vector, Warpgroups, buffer
-from ...tiling import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, Slot, fused_width
+from .. import tiles
 from ..base import DELTA, LSE, BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
+from ..tiles import OF_K, OF_V, WARPGROUPS, FusedSizes, FusedSmem, Slot, fused_width
 
 # If dV or dK, P and dP take as many registers of a thread as this, P is read back. ptxas has 255.
 MOST_REGISTERS = 224
@@ -203,7 +203,7 @@ def fused(
     run = functools.partial(
         launch,
         out=(out,),
-        scratch=(tiling.fused_layout(problem, tile, interpret),),
+        scratch=(tiles.fused_layout(problem, tile, interpret),),
         # Blocks of some heads side by side add to different tiles of dQ, and the longest loops of a
         # causal mask start first.
         grid={

@@ -26,12 +26,13 @@ from ....gpu import score_tile
 from ....gpu.launch import launch
 from ....gpu.ptx import modifiers
 from ....gpu.score_tile import Weights
-from ... import tiling
 from ...common.auxiliary_inputs import Place, load_vector
 from ...common.shares import Shares
 from ...common.smem_tiles import Copy, Stream, warpgroups_of, widths
-from ...tiling import SLOTS, DkvSmem, TileSizes
+from ...common.tiles import TileSizes
+from .. import tiles
 from ..base import BackwardArrays, GradientSums, KvStationary, KvStationaryCta, outputs
+from ..tiles import SLOTS, DkvSmem
 
 WIDEST_TOGETHER = 256  # columns of dK and dV of a warpgroup: f32 of 64 rows in 128 registers
 
@@ -228,7 +229,7 @@ def _launch(
     run = launch(
         kernel,
         out=(outputs(problem, length, wanted),),
-        scratch=(tiling.dkv_layout(problem, tile, interpret),),
+        scratch=(tiles.dkv_layout(problem, tile, interpret),),
         grid={"batch": problem.batch, "head": problem.kv_heads, "kv": blocks},
         threads=warpgroups_of(problem),
         name="flash_pallas_portable_" + "".join(wanted).replace("dkdv", "dkv"),

@@ -26,13 +26,14 @@ from .....core.scores import TileInputs
 from ....gpu import score_tile
 from ....gpu.launch import launch
 from ....gpu.score_tile import RegisterTile
-from ... import tiling
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place, RowFragments, load_vector
 from ...common.kernel import Kernel, Steps, kv_limits, kv_tile_range, longest_first
 from ...common.shares import Shares
 from ...common.smem_tiles import Copies, Copy, Stream, warpgroups_of, widths
-from ...tiling import SLOTS, DqSmem, TileSizes
+from ...common.tiles import TileSizes
+from .. import tiles
 from ..base import BackwardArrays
+from ..tiles import SLOTS, DqSmem
 
 
 class DqRows(NamedTuple):
@@ -214,7 +215,7 @@ def dq(problem: Problem, tile: TileSizes, operands: Operands, arrays: BackwardAr
     run = launch(
         kernel,
         out=jax.ShapeDtypeStruct(shape, problem.dtype),
-        scratch=(tiling.dq_layout(problem, tile, interpret),),
+        scratch=(tiles.dq_layout(problem, tile, interpret),),
         grid={"batch": problem.batch, "head": problem.q_heads, "q": blocks},
         threads=warpgroups_of(problem),
         name="flash_pallas_portable_dq",
