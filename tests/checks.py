@@ -69,9 +69,8 @@ def bind(backend, blocks: dict[str, int] | None = None):
 
     def call(q, k, v, **arguments):
         call = validate.canonicalize(q, k, v, Arguments(**arguments))
-        assert backend.attention.refusal(call.problem) is None, backend.attention.refusal(
-            call.problem
-        )
+        refusal = backend.attention.refusal(call.problem)
+        assert refusal is None, refusal
         tiles = backend.attention.plan(call.problem, blocks)
         o, lse, most = derivatives.attend(backend, call.spec, tiles, call.operands)
         found = call.unfold(call.with_empty_rows(o, lse), lse, most)

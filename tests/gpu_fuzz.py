@@ -101,7 +101,7 @@ def backend_of(number: int, backends: tuple[str, ...]) -> str:
 
 
 def tiles_for(number: int, backends: tuple[str, ...]) -> tuple[str, int] | None:
-    """Returns the GPU (compute capability, number of SMs) whose tiles a call has; None: at hand."""
+    """Returns (capability, number of SMs) of the GPU whose tiles a call has; None: of this one."""
     if backend_of(number, backends) != "portable":
         return None
     return TILES[number // len(backends) % len(TILES)]

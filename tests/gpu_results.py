@@ -34,13 +34,12 @@ FUNCTIONS = (
 
 def test_the_committed_run_is_of_these_kernels():
     found = json.loads(PATH.read_text())
+    hint = f"run make fuzz-gpu COUNT=1500 SEED={found['seed']} on an H100 or H200"
     ran, rng = found["kernels"], random.Random(digest.seed())
+    assert isinstance(ran, dict), f"gpu_fuzz.json does not say which kernels ran: {hint}"
     for number in rng.sample(sorted(ran), SAMPLE):
         now = gpu_fuzz.kernels(found["seed"], tuple(found["backends"]), int(number))
-        assert now == ran[number], (
-            f"gpu_fuzz.json: the kernels of call {number} have changed since; run make fuzz-gpu "
-            f"COUNT=1500 SEED={found['seed']} on an H100 or H200"
-        )
+        assert now == ran[number], f"the kernels of call {number} have changed since: {hint}"
     assert found["wrong"] == [] and found["calls"] >= 1500
     right = lambda table, key: found[table][key].get("right", 0)
     assert right("by backend", "portable") >= 500 and right("by x64", "x64") >= 300

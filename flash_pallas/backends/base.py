@@ -6,7 +6,8 @@ An operation says whether it runs a problem, how it would, and runs it:
     plan(problem) -> the tile sizes that would run, a frozen (hashable) record
     run(spec, plan, operands) -> the results
 
-The derivatives of attention take the plan of attention, whose refusal counts for them as well.
+The derivatives of attention have no plan of their own: Vjp.run and Jvp.refusal take that of
+attention. A problem that attention refuses never reaches them.
 """
 
 from __future__ import annotations

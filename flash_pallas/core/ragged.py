@@ -100,7 +100,7 @@ class RaggedBlocks:
     """Tile sizes of a ragged call.
 
     Attributes:
-        steps: those of the decode call of all steps, from the backend's `decode_blocks`.
+        steps: those of the decode call of all steps, from the backend's `decode.plan`.
         chunks: those of chunks of prompts; None where there can be none.
         chunks_on: name of the backend whose code runs the chunks.
     """

@@ -125,9 +125,9 @@ def run(row: Row, target: Target) -> Result:
     arrays, moves = arrays_of(row)
     operands = jax.tree.map(jnp.asarray, parts(row, calls.poisoned(row, arrays), moves))
     with target.placed():
-        lowered_row = lowered(row, target, *operands)
-        name = "" if target.interpret else digests.of(lowered_row)
-        compiled = (lowered_row.lower() if target.interpret else lowered_row).compile()
+        staged = lowered(row, target, *operands)
+        name = "" if target.interpret else digests.of(staged)
+        compiled = (staged.lower() if target.interpret else staged).compile()
         computed = compiled(*operands)
     computed = {n: np.asarray(x).astype(np.float64) for n, x in computed.items()}
     return compared(row, name, computed, expected.Expected(row, arrays, moves), arrays)

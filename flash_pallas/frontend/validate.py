@@ -471,7 +471,7 @@ MEANINGS = {
     "attn_logits_soft_cap": "{} acts after scale, bias and ALiBi and before masks",
     "cache_seqlens": "{} counts the new tokens too",
 }
-# Arguments of other libraries that do not exist here, with what to do instead.
+# Arguments that the called function does not have, with what to do instead.
 INSTEAD = {
     "causal": _CAUSAL,
     "is_causal": _CAUSAL,

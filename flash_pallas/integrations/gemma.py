@@ -178,9 +178,8 @@ class _Seen(NamedTuple):
         padding = valid[:, None, None].astype(bool)
         if window is None:
             return {"causal": True, "mask": padding}
-        if (
-            self.known.source(self.positions)[0] is not source
-        ):  # positions of the caller, in any order
+        if self.known.source(self.positions)[0] is not source:
+            # The caller's positions may be in any order.
             both = {"q_positions": self.positions, "kv_positions": self.positions}
             return {"mask": self.mask[:, None].astype(bool), "window": sides, **both}
         # Positions ascend by one from token to token and stand still in padding, so that causal

@@ -171,7 +171,7 @@ class _Structured:
         shape = jnp.broadcast_shapes(self.shape, other.shape)
         return _Structured(shape, visible, bias, is_bias=True)
 
-    # A sum of a jax array with this object calls it, as long as there is no __jax_array__.
+    # For jax array + this object. As long as it has no __jax_array__, jax leaves the sum to it.
     __radd__ = __add__
 
     def astype(self, dtype: Any) -> _Structured:

@@ -252,7 +252,7 @@ def attend(layer, cache, qkv, new: New, slopes, sinks):
     (q, k, v), original = qkv, cache
     cache = cache._replace(lengths=as_int32("cache.lengths", cache.lengths))
     cache = _with_starts(cache)
-    # With the caller's lengths: numbers of numpy are known, but once converted not computed yet.
+    # The caller's own lengths: those in numpy can be read; converted, they are not computed yet.
     _check_fits(cache._replace(lengths=original.lengths), k, v, new)
     options = {"softcap": layer.softcap, "scale": layer.scale, "backend": layer.backend}
     options |= {"sinks": sinks} if sinks is not None else {}

@@ -214,9 +214,8 @@ class Weights(NamedTuple):
     pull: Callable  # see core.scores.Logits
     marked: bool = False  # p is NaN for keys with a bias of -inf
     interpret: bool = False
-    capped: Callable | None = (
-        None  # pull of a softcap alone next to a bias, which may make NaN of padding
-    )
+    # Pull of a softcap alone next to a bias, which may make NaN of padding.
+    capped: Callable | None = None
 
 
 def marks_hidden(problem: Problem) -> bool:

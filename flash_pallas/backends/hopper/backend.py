@@ -336,15 +336,15 @@ class HopperRagged(_Operation, base.Ragged):
 
     def run(self, spec: RaggedSpec, blocks: RaggedBlocks, operands: RaggedOperands) -> Outputs:
         """Computes steps with the decode kernel, chunks of prompts with the ragged one."""
-        sizes = {"num_sms": self.backend.sms, "interpret": self.backend.interpret}
+        options = {"num_sms": self.backend.sms, "interpret": self.backend.interpret}
         steps = functools.partial(self.backend.decode.run, spec.decode, blocks.steps)
         if isinstance(blocks.chunks, ForwardBlocks):
             results = None
             if spec.step_tokens == 1:
-                results = attend_packed(blocks, spec, operands, **sizes)
+                results = attend_packed(blocks, spec, operands, **options)
             if results is not None:
                 return results
-            chunks = functools.partial(ragged_chunks, blocks.chunks, **sizes)
+            chunks = functools.partial(ragged_chunks, blocks.chunks, **options)
             return attend_ragged(steps, chunks, spec, operands, joined)
         chunks = functools.partial(xla_ragged.chunks, blocks.chunks)
         return attend_ragged(steps, chunks, spec, operands)

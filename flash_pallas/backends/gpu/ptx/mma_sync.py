@@ -108,9 +108,9 @@ def add(variant: How, accumulator, a, b, column, *, in_registers: bool = False):
         column: the first column that is read of b, and of a if `variant.moved`.
         in_registers: a is in registers, in the layout of an accumulator.
     """
-    a_layout: Any = inline.WGMMA if in_registers else plgpu.RefType()
+    a_type: Any = inline.WGMMA if in_registers else plgpu.RefType()
     run = plgpu.inline_mgpu(
-        arg_types=(inline.WGMMA, a_layout, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        arg_types=(inline.WGMMA, a_type, plgpu.RefType(), plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, inline.WGMMA),
     )(functools.partial(_add_body, variant))
     return run(accumulator, a, b, jnp.int32(column))

@@ -2,12 +2,12 @@
 
 Some pairs of a KV head and a batch entry are worked on at one time, so that their sums stay in L2
 (`pairs_at_once`). Either a launch clears the sums first (`zeros`), which takes 32 of 490 us at
-T=1024, head dim 128 (134 MB of 16k tokens, H200). Or, under a causal mask, CTAs store what no CTA
-has added to before: a CTA starts with the queries at its keys' positions. It stores their dQ and
-sets its flag, a bit in a word of its pair of a batch entry and a KV head. Then it adds to dQ of
-later queries, which other CTAs have stored: those of later keys, for whose flags it waits once. In
-a section the CTAs of the last keys start first, so a CTA waits only on CTAs that have already
-started. GPUs start CTAs in the order of the grid; CUDA does not promise it.
+T=1024, head dim 128 (134 MB: 16k tokens of 2,048 columns, H200). Or, under a causal mask, CTAs
+store what no CTA has added to before: a CTA starts with the queries at its keys' positions. It
+stores their dQ and sets its flag, a bit in a word of its pair of a batch entry and a KV head. Then
+it adds to dQ of later queries, which other CTAs have stored: those of later keys, for whose flags
+it waits once. In a section the CTAs of the last keys start first, so a CTA waits only for CTAs that
+have already started. GPUs start CTAs in the order of the grid; CUDA does not promise it.
 
 The loops of the last keys are the shortest. The last section has the longest loops first, so that
 no SM is idle at the end; its dQ is cleared, and all of its CTAs add (`clears_last`).
@@ -99,7 +99,8 @@ def scaled_dq(problem: Problem, sums):
 
 
 # --- The launch: whether CTAs store dQ, in which order they start ---------------------------------
-# `launch`: a Launch of fused/launches.py, or a PairedKernel, which has the same attributes.
+# Their argument `launch` is a Launch of fused/launches.py, or a PairedKernel, which has the same
+# attributes.
 
 # Flags of a pair are bits of a word. Up to head dim 64, T=4096 gains nothing: 1.000 of the time,
 # and 1.03 with ALiBi.

@@ -49,7 +49,7 @@ class BackwardArrays(NamedTuple):
     q_offset: Any = None  # int32[B], where problem.traced_offset
     bounds: Any = None  # int32[B, own blocks, 2], where arrays decide which blocks a CTA reads
     q_whole: Any = None  # int32[B, own blocks, 2], bounds.q_whole, where problem.hides_by_arrays
-    lists: Any = None  # BlockLists of own blocks, in place of bounds; where problem.is_listed
+    lists: Any = None  # BlockLists of own blocks, in place of bounds and q_whole; if is_listed
     states: Any = None  # int32 of every pair of blocks of these lists; for backward/dbias
     auxiliary: AuxiliaryGmem = AuxiliaryGmem()  # what modifiers read
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
@@ -188,7 +188,7 @@ def own_place(
 ) -> tuple[Any, Any, Callable[[], Any]]:
     """Returns (batch entry, block, function that returns the head) of this CTA in an `own_grid`.
 
-    Where the head is read decides how ptxas orders other instructions, so callers read it late.
+    ptxas orders other instructions by where the head is read: callers read it where they need it.
     """
     if problem.is_listed:
         batch, head, block = tile_lists.place(arrays.lists, lax.axis_index("cta"), heads)
@@ -205,7 +205,7 @@ class KvTileRange(NamedTuple):
 
     start: Any
     masked_from: Any
-    stop: Any  # after start; of an empty range one block is read nevertheless
+    stop: Any  # after start; with `everywhere` it need not be, and one block is read all the same
     kv_len: Any  # number of keys; None where no tile reaches past the last one
     everywhere: bool  # `mask_everywhere` of the problem
 

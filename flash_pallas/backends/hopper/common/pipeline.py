@@ -42,8 +42,8 @@ class Ring:
         full: barriers of the fills, one a slot.
         empty: barriers of the releases, one a slot; None where no slot is filled twice.
         slots: number of slots.
-        hides_slot: the index of a slot is found anew in every use, see `hidden`.
-        refill: called with the next fill of a released slot.
+        hides_slot: the index of a slot is computed anew in every use, see `hidden`.
+        refill: called with the number of the next fill of a released slot.
         before: uses before the one that is counted as number 0.
     """
 

@@ -105,7 +105,7 @@ def decode(
     """Launches the decode kernel, and the combine kernel if there are several splits.
 
     Args:
-        problem: a problem for which decode_blocks.unsupported returns None.
+        problem: a problem for which `tiles.unsupported` returns None.
         blocks: tile sizes and the number of splits.
         operands: arrays as in core.decode; page ids need not be in range.
         interpret: run by the interpreter.

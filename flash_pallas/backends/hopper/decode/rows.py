@@ -130,7 +130,7 @@ class RowConsumer(Consumer):
         """Returns S = Q K^T of a block, f32."""
 
         def matmul(s_acc):
-            # In here the slot of wide heads, which is found anew, follows the accumulator.
+            # The slot of wide heads is computed anew here, after the accumulator has been made.
             k = cta.smem.k.at[self.plan.slot(cta.k, use)]
             self.plan.matmuls.multiply(s_acc, self.queries(cta), k, transposed=True)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)

@@ -145,7 +145,7 @@ class TileScheduler:
         return jnp.int32(least) + (cta.index < rest).astype(jnp.int32) if rest else jnp.int32(least)
 
     def listed(self, cta, n):
-        """Returns the number of the CTA's n-th tile; of any tile if it has not so many."""
+        """Returns the number of the CTA's n-th tile; of any tile where it has fewer."""
         if self.uses_table:
             return cta.gmem.table[cta.index, n + 1]
         number = lax.min(n * self.num_ctas + cta.index, jnp.int32(self.num_tiles - 1))

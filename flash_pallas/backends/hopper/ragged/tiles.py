@@ -207,7 +207,7 @@ def chunk_tiles(problem: RaggedProblem, operands: RaggedOperands, tile_rows: int
     seq, row = seq[tile], row[tile]
     of_seq = lambda x: x[seq]  # likewise, in the order in which tiles run
     table = TileRow(
-        seq=jnp.where(place == 0, stops[-1] * heads, seq),  # one launch less than to concatenate
+        seq=jnp.where(place == 0, stops[-1] * heads, seq),  # a concatenation is one more launch
         head=head,
         row=row,
         position=of_seq(position_of_row_0) + row,

@@ -392,7 +392,10 @@ def weights(cta: TangentCta, z: scores.Logits, rows: Any, edges: str):
 
 
 def rescale(fixed: Fixed, growth):
-    """Multiplies the sums of T and of O by alpha; `growth` is (alpha, Compared.grew)."""
+    """Multiplies the sums of T and of O by alpha, if a row has a new maximum.
+
+    `growth` is (alpha, Compared.grew); where grew is None, they are multiplied in any case.
+    """
     alpha, grew = growth
     for acc in (fixed.t_acc, fixed.o_acc):
         old = plgpu.wgmma_accumulator_load(acc, wait_n=0)

@@ -250,7 +250,7 @@ def choose_fused(
         problem: what is computed.
         vector: the most floats that one instruction adds.
         shared: bytes of shared memory that a CTA may ask for.
-        pairs: one instruction adds the floats of two registers; see blocks.PAIRS.
+        pairs: one instruction adds the floats of two registers; see common/tiles.py.
     """
     limit = fused_width(problem)
     if limit > WIDEST_ALONE:

@@ -69,11 +69,11 @@ class Online:
             log2_scale: log2_scale of core.scores.Logits.
             narrowed: converts float32 weights to what V is multiplied by.
         """
-        logits = compared(rows.maxima, x, log2_scale, self.far, self.slack, self.interpret)
-        p = jnp.exp2(logits.x * log2_scale - per_row(logits.m, x.shape))
+        tile = compared(rows.maxima, x, log2_scale, self.far, self.slack, self.interpret)
+        p = jnp.exp2(tile.x * log2_scale - per_row(tile.m, x.shape))
         sums = partial_sums(p, self.interpret)
-        alpha = lambda: jnp.exp2(logits.before - logits.m)
-        return Weighed(narrowed(p), alpha, logits.maxima, sums, logits.grew)
+        alpha = lambda: jnp.exp2(tile.before - tile.m)
+        return Weighed(narrowed(p), alpha, tile.maxima, sums, tile.grew)
 
     @staticmethod
     def rescaled(rows: Rows, weighed: Weighed) -> Rows:

@@ -388,7 +388,7 @@ def decode(
     """Launches the decode kernel and merges the splits.
 
     Args:
-        problem: one for which decode_blocks.unsupported returns None.
+        problem: one for which `tiles.unsupported` returns None.
         blocks: tile sizes and the number of splits.
         operands: those of core.decode; page ids need not be in range.
         interpret: run under the interpreter.
@@ -409,7 +409,8 @@ def decode(
         DecodeKernel(problem, blocks, interpret),
         out=(out,),
         scratch=(tile_sizes.decode_layout(problem, blocks),),
-        # Heads vary fastest: CTAs that run together read all heads of a key, which are neighbours.
+        # Heads vary faster than splits: what runs at one time reads all heads of a key, which are
+        # neighbours.
         grid={
             "batch": problem.batch,
             "split": blocks.num_splits,

@@ -357,7 +357,7 @@ def score_sums(
     gmem = arrays
     if problem.is_listed:
         gmem = arrays.for_any_tile(problem, operands)
-    elif axes != "tile":  # whose CTAs own a tile, and mask what is hidden of it
+    elif axes != "tile":  # CTAs of "tile" own one, and mask what is hidden of it
         gmem = arrays.for_rows(problem, operands, int(axes == "columns"), tile)
     run = launch(
         DbiasKernel(sums, blocks, interpret),

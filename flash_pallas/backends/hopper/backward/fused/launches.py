@@ -360,8 +360,8 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     return blocks
 
 
-# With a bias gradient, heads and keys are split into several launches so that the float32 workspace
-# takes at most 1 / SHARE_OF_Q of the bytes of Q. Used from LEAST_KEYS keys, where each of
+# With a bias gradient, heads and keys are split into several launches, so that the float32 sums of
+# it take at most 1 / SHARE_OF_Q of the bytes of Q. Used from LEAST_KEYS keys, where each of
 # MOST_PORTIONS launches has LEAST_ROUNDS rounds of CTAs. H200, B = 128, 4 heads: gradients in one
 # program keep 1.94 to 2.00 times what the forward does; with one launch 2.29 to 2.58. Speed
 # relative to one launch, T=1024, 2048 and 4096: 1.02, 0.99 and 1.00 at head dim 64, 0.97, 0.93 and
@@ -371,8 +371,8 @@ MOST_PORTIONS, LEAST_KEYS, LEAST_ROUNDS = 4, 1024, 7
 SHARE_OF_Q = 4
 
 # By head dim: the most keys with which pairs of CTAs that sum the gradient of a bias have a
-# persistent grid, and its slots for K and V. LEAST_TILES: KV tiles that each CTA must have. H200, B
-# = 128, 4 heads, against one KV tile a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06,
+# persistent grid, and its slots for K and V. LEAST_TILES: KV tiles that each CTA must have. H200,
+# B=128, 4 heads, against one KV tile a CTA, T=512, 1024, 2048 and 4096: head dim 16 1.08, 1.06,
 # 1.06 and 1.06 (with a second slot 0.90 to 1.00 of that); 64 1.06, 1.06, 1.03 and 0.97 (with one
 # slot 0.96 at 1024); 32 0.97 to 0.99 (1024), 0.93 and 0.90.
 PERSISTENT = {16: (4096, 1), 64: (2048, 2)}
@@ -430,8 +430,8 @@ def _persistent(problem: Problem, blocks: FusedBlocks, ctas: int, num_sms: int) 
         return blocks
     # SMs come in pairs. Of clusters of four, 30 fit on 132.
     clusters = num_sms // blocks.bias_cluster
-    kv_tiles = ctas // (blocks.bias_cluster * blocks.num_launches * blocks.kv_launches)
-    if clusters == 1 or kv_tiles < LEAST_TILES * clusters:
+    cluster_tiles = ctas // (blocks.bias_cluster * blocks.num_launches * blocks.kv_launches)
+    if clusters == 1 or cluster_tiles < LEAST_TILES * clusters:
         return blocks
     persistent = dataclasses.replace(blocks, persistent_clusters=clusters, kv_stages=slots)
     room = fits(scratch(problem, persistent))

@@ -246,7 +246,7 @@ SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 def for_far_rows(pairs: int, near: FusedBlocks) -> FusedBlocks:
     """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a KV head.
 
-    With `signs`, the LSE is rescaled, so both launches must use it.
+    Both launches read the same log-sum-exp, which `signs` scales, so both have the same `signs`.
     """
     return FusedBlocks(
         block_q=64, mask_all=True, signs=near.signs, persistent_clusters=max(2, pairs)

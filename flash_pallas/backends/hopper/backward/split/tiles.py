@@ -241,7 +241,7 @@ class DqSmem(NamedTuple):
 
 
 class DqBarriers(NamedTuple):
-    """The mbarriers of one CTA; queries counts four copies, the empty ones each warpgroup."""
+    """The mbarriers of one CTA; queries counts four copies."""
 
     queries: Any  # Q, dO, lse, delta
     k: Ring
