@@ -35,7 +35,7 @@ class UnsupportedByBackend(NotImplementedError):
 
 
 class Operation:
-    """Base class of what a backend computes."""
+    """Base class of what "auto" chooses a backend for."""
 
     def not_automatic(self, problem: Any) -> str | None:
         """Returns None if "auto" may take this backend here; else one sentence saying why not."""
@@ -79,7 +79,7 @@ class Attention(Operation, abc.ABC):
         """
 
 
-class Vjp(Operation, abc.ABC):
+class Vjp(abc.ABC):
     """Reverse mode of attention."""
 
     # True if `run` reads `o` and `dlse` and computes delta itself, which others get.
@@ -102,7 +102,7 @@ class Vjp(Operation, abc.ABC):
         """
 
 
-class Jvp(Operation, abc.ABC):
+class Jvp(abc.ABC):
     """Forward mode of attention. What it refuses is computed in jnp: transforms/equations.py."""
 
     @abc.abstractmethod
@@ -136,7 +136,7 @@ class Jvp(Operation, abc.ABC):
         """
 
 
-class JvpOfVjp(Operation, abc.ABC):
+class JvpOfVjp(abc.ABC):
     """Forward mode of the gradients, as of a Hessian-vector product. Else it is computed in jnp."""
 
     @abc.abstractmethod
@@ -231,10 +231,6 @@ class Refused:
         self.reason = reason
 
     def refusal(self, *_, **__) -> str:
-        """Returns the reason."""
-        return self.reason
-
-    def not_automatic(self, problem: Any) -> str:
         """Returns the reason."""
         return self.reason
 

@@ -103,12 +103,12 @@ class CudnnBackend:
 
     @property
     def attention(self) -> CudnnAttention:
-        """cuDNN's forward."""
+        """Attention by cuDNN."""
         return CudnnAttention(self)
 
     @property
     def vjp(self) -> CudnnVjp:
-        """cuDNN's backward."""
+        """Gradients by cuDNN."""
         return CudnnVjp(self)
 
     @property
@@ -146,7 +146,7 @@ class _Operation:
 
 
 class CudnnAttention(_Operation, base.Attention):
-    """cuDNN's forward."""
+    """Attention by cuDNN's forward."""
 
     def not_automatic(self, problem: Problem) -> str | None:
         """Returns None on compute capability 10.x without a bias; else why "auto" passes it over.
@@ -194,7 +194,7 @@ class CudnnAttention(_Operation, base.Attention):
 
 
 class CudnnVjp(_Operation, base.Vjp):
-    """cuDNN's backward: once, and once more for a dlse."""
+    """Gradients by cuDNN's backward, which runs once more for a dlse."""
 
     reads_output = True
 

@@ -100,10 +100,10 @@ class _Operation:
 
 
 class XlaAttention(_Operation, base.Attention):
-    """Algorithm 1 over tiles, in jnp. It takes every problem."""
+    """Algorithm 1 over tiles, in jnp."""
 
     def refusal(self, problem: Problem) -> None:
-        """Returns None."""
+        """Returns None, as jnp takes every problem."""
 
     def plan(self, problem: Problem, override: dict[str, Any] | None = None) -> XlaBlocks:
         """Returns the default tiles, no larger than the problem, with the caller's fields put in.
@@ -155,10 +155,10 @@ class XlaVjp(_Operation, base.Vjp):
 
 
 class XlaDecode(_Operation, base.Decode):
-    """Attention to a cache, in jnp. It takes every problem."""
+    """Attention to a cache, in jnp."""
 
     def refusal(self, problem: DecodeProblem) -> None:
-        """Returns None."""
+        """Returns None, as jnp takes every problem."""
 
     def plan(self, problem: DecodeProblem) -> XlaDecodeBlocks:
         """Returns blocks of about decode.BLOCK keys, and one range unless the caller wants more."""
@@ -173,10 +173,10 @@ class XlaDecode(_Operation, base.Decode):
 
 
 class XlaRagged(_Operation, base.Ragged):
-    """Attention over pages, in jnp. It takes every problem."""
+    """Attention over pages, in jnp."""
 
     def refusal(self, problem: RaggedProblem) -> None:
-        """Returns None."""
+        """Returns None, as jnp takes every problem."""
 
     def plan(self, problem: RaggedProblem) -> RaggedBlocks:
         """Returns blocks of keys as of decoding, and tiles of queries of chunks."""

@@ -64,7 +64,7 @@ class DecodeKernel:
             smem=smem,
             bars=bars,
             k=bars.k,
-            v=bars.k if self.plan.shares else self.plan.with_v_slots(bars.v),
+            v=bars.k if self.plan.shares else bars.v,
             batch=lax.axis_index("batch"),
             head=lax.axis_index("head"),
             tile=lax.axis_index("tile"),

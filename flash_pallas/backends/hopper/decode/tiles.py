@@ -609,18 +609,12 @@ class DecodeLayout:
         """Returns the barriers where matmuls read blocks as they are copied."""
         parts, copies_of_v = self.parts, self.pieces * self.parts
         k = Ring.declare(self.slots, copies=self.pieces + self.page_scales, readers=parts)
-        if self.blocks.upright:
-            v = None if self.shares else Ring.declare(self.v_slots, copies=self.pieces)
-            return DecodeBarriers(k, v)
-        met = _barrier(parts) if self.shares or parts > 1 else None
-        if self.shares:
-            return DecodeBarriers(k, met=met)
-        v = Ring.declare(self.slots, copies=copies_of_v, readers=parts) if parts > 1 else k
-        return DecodeBarriers(k, v, _barrier(copies_of_v), met=met)
-
-    def with_v_slots(self, ring: Ring) -> Ring:
-        """Returns the ring of V with its slots: fewer than it has barriers where K has more."""
-        return dataclasses.replace(ring, slots=self.v_slots)
+        v = v_arrived = None
+        if not self.shares:
+            v = Ring.declare(self.v_slots, copies=copies_of_v, readers=parts)
+            v_arrived = None if self.blocks.upright else _barrier(copies_of_v)
+        meets = not self.blocks.upright and (self.shares or parts > 1)
+        return DecodeBarriers(k, v, v_arrived, met=_barrier(parts) if meets else None)
 
     def widened_barriers(self) -> DecodeBarriers:
         """Returns the barriers of blocks that the producer widens."""
