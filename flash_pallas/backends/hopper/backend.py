@@ -30,7 +30,6 @@ from .. import base
 from ..gpu import jax_compat
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
-from .backward.fused.launches import may_be_persistent, may_launch_keys, may_launch_pairs
 from .backward.fused.tiles import FusedBlocks, may_sum_bias
 from .backward.fused.tiles import without_producer as fused_without_producer
 from .backward.launch import (
@@ -513,10 +512,10 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
     """Returns why the fused backward cannot run with these blocks, or None."""
     if not blocks.runs(size.head_dim):
         return "'block_q' must be 128 for head dims up to 16"
-    if blocks.ping_pong and not blocks.may_ping_pong:
+    if blocks.ping_pong and not blocks.may_ping_pong(size):
         return (
             "'ping_pong' needs at least two 'stages', 'do_stages' and 'ds_stages', and no "
-            "'late_dp'; pass 'ping_pong': False"
+            "score_mod above head dim 64; pass 'ping_pong': False"
         )
     if blocks.sums_bias and not (blocks.producer and may_sum_bias(size, blocks.bias_cluster)):
         return (
@@ -524,31 +523,11 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
             "batch entries that share the bias, and needs a producer warpgroup and a 16-bit bias "
             "with both axes as the only modifier; pass 'bias_cluster': 1"
         )
-    if blocks.num_launches > 1 and blocks.split_q > 1:
-        return "'num_launches' and 'split_q' exclude each other; pass 'split_q': 1"
     hides = size.is_dynamic or not size.spec.mask.is_trivial
     if blocks.split_q > 1 and size.is_listed:
         return "'split_q' excludes a block_mask; pass 'split_q': 1"
     if blocks.split_q > 1 and not blocks.mask_all and hides:
         return "'split_q' needs 'mask_all' where something hides keys; pass 'split_q': 1"
-    if not may_launch_pairs(size, blocks):
-        return (
-            f"'num_launches' is {blocks.num_launches}: it does not divide batch x kv_heads = "
-            f"{size.batch} x {size.kv_heads} into whole heads or equal parts of one, in whole "
-            "clusters; pass 'num_launches': 1"
-        )
-    if not may_launch_keys(size, blocks):
-        return (
-            f"'kv_launches' is {blocks.kv_launches}: it must divide the number of KV tiles, "
-            f"{-(-size.kv_len // blocks.block_kv)}, and needs a 'bias_cluster' whose sums belong "
-            "to whole heads; pass 'kv_launches': 1"
-        )
-    if not may_be_persistent(size, blocks):
-        return (
-            "'persistent_clusters' needs a producer warpgroup, 'mask_all', no 'split_q' and the "
-            "same Q tiles for every KV tile (no mask, no lengths), and 'kv_stages' needs it; pass "
-            "'persistent_clusters': 1 and 'kv_stages': 1"
-        )
     if blocks.sums_bias and blocks.split_q > 1:
         return "'bias_cluster' and 'split_q' exclude each other; pass 'bias_cluster': 1"
     return None
@@ -575,8 +554,6 @@ _FUSED = (
     {"stages": 3, "do_stages": 3},
     {"stages": 2, "do_stages": 2},
     {"split_q": 1},
-    {"num_launches": 1, "kv_launches": 1},
-    {"persistent_clusters": 1, "kv_stages": 1},
 )
 _DKV = ({"block_q": 128}, {"block_q": 64}, {"stages": 3}, {"do_stages": 1}, {"p_stages": 1})
 _DQ = (

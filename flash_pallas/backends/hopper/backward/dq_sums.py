@@ -55,13 +55,12 @@ ZEROS_CTAS = 2 * 132  # as many SMs as an H200 has; half and twice as many take 
 ZEROS_TILE = (128, 64)  # 32 KB, to be copied by TMA; twice as many bytes: 33 us
 
 
-def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
+def zeros(shapes: list[tuple[int, ...]], interpret: bool) -> list:
     """Returns f32[shape] of zeros, for each shape, cleared in one launch.
 
     Args:
         shapes: shapes of a multiple of 64 elements each.
         interpret: run under the interpreter.
-        after: an array that must exist before. XLA would otherwise clear early what is needed late.
     """
     lines = [math.prod(shape) // ZEROS_TILE[1] for shape in shapes]
     ctas = min(sum(pl.cdiv(rows, ZEROS_TILE[0]) for rows in lines), ZEROS_CTAS)
@@ -74,10 +73,10 @@ def zeros(shapes: list[tuple[int, ...]], interpret: bool, after=None) -> list:
         name="flash_pallas_zeros",
         interpret=interpret,
     )
-    return [x.reshape(shape) for x, shape in zip(run(after), shapes, strict=True)]
+    return [x.reshape(shape) for x, shape in zip(run(), shapes, strict=True)]
 
 
-def _clear(ctas: int, _, *refs):
+def _clear(ctas: int, *refs):
     """Clears every `ctas`-th tile of each array; TMA writes nothing past the end of the last."""
     *arrays, tile = refs
     layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=4)

@@ -13,7 +13,7 @@ from ...gpu.launch import score_grads
 from ..common.wgmma import Matmuls
 from .dbias.kernel import score_sums
 from .fused.kernel import backward_fused
-from .fused.launches import choose_launches, choose_split_q, fitting
+from .fused.launches import choose_split_q, fitting
 from .fused.tiles import FUSED_HEAD_DIMS, FusedBlocks, choose_fused, without_sums
 from .operands import BackwardArrays
 from .paired.kernel import backward_paired
@@ -126,7 +126,7 @@ def choose_backward(problem: Problem, num_sms: int, producer: bool = True) -> di
         )
         one_loop = fused.mask_all or (parts > 1 and problem.hides_by_arrays)
         fused = dataclasses.replace(fused, split_q=parts, mask_all=one_loop)
-        return {"fused": choose_launches(native, fused, num_sms)}
+        return {"fused": fused}
     paired = choose_paired(problem) if atomics and producer else None
     if paired is not None:
         return {"paired": paired}

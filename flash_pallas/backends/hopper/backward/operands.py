@@ -55,8 +55,6 @@ class BackwardArrays(NamedTuple):
     q_padding: Padding | None = None  # that is to be cleared; for kernels that can
     kv_padding: Padding | None = None
     shift: Any = None  # f32[B, N, as delta], of lse_log2; None where it is 0
-    # int32[3]: first batch entry and KV head of a launch, fused.kernel.NO_PROGRESSION; None: 0, 0.
-    origin: Any = None
 
     @classmethod
     def of(

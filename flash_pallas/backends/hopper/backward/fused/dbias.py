@@ -31,13 +31,12 @@ from ...common.auxiliary_inputs import AuxiliaryInputs
 from .launches import FusedCta
 
 
-def gradient_of_bias(problem: Problem, sums, first_key: int = 0):
-    """Returns the gradient of a bias, or of some of its heads and keys.
+def gradient_of_bias(problem: Problem, sums):
+    """Returns the gradient of a bias in its shape and dtype.
 
-    It has the shape of the bias (or of that part) and its dtype. `sums`: f32[Bb, Nb, S, T], up to
-    whole tiles, of the keys from `first_key` on.
+    `sums`: f32[Bb, Nb, S, T], up to whole tiles.
     """
-    unpadded = sums[:, :, : problem.kv_len - first_key, : problem.q_len]
+    unpadded = sums[:, :, : problem.kv_len, : problem.q_len]
     return unpadded.swapaxes(2, 3).astype(problem.bias_dtype)
 
 
@@ -82,10 +81,8 @@ def _target(cta: FusedCta, n):
     """Returns where in device memory the sum of the n-th tile lies."""
     problem, place, sums = cta.problem, cta.place(n), cta.results["dbias"]
     entry, head = AuxiliaryInputs(problem, q_axis=1).entry(problem.bias_shape, place)
-    if sums.shape[1] != problem.bias_shape[1]:  # of the heads of this launch
-        head = head - cta.gmem.origin[1] * problem.group
-    first, skipped = place.row_start, cta.launch.first_block if cta.blocks.kv_launches > 1 else 0
-    if skipped:  # of the keys of this launch
-        first = first - skipped * cta.blocks.block_kv
-    keys, queries = pl.ds(first, place.rows), pl.ds(place.column_start, place.columns)
+    keys, queries = (
+        pl.ds(place.row_start, place.rows),
+        pl.ds(place.column_start, place.columns),
+    )
     return sums.at[entry, head, keys, queries]

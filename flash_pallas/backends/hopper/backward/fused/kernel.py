@@ -19,8 +19,7 @@ stores it where no CTA has added before (dq_sums.py). The order of those adds di
 run, and with it the last bits of dQ; backward/split has the deterministic pair. The gradient of a
 bias may be added up here too: dbias.py.
 
-    K, V            loaded once per KV tile; dK and dV are staged in them at the end. One slot
-                    each, or kv_stages where a CTA takes several KV tiles
+    K, V            loaded once per KV tile; dK and dV are staged in them at the end
     Q with lse      q ring; dO with delta: do ring (delta has a barrier of its own)
     dS^T            ds slots, written by both warpgroups, read by both
     dQ              a float32 slot for each of its parts, handed to the storing warp and back
@@ -58,11 +57,12 @@ from .. import dq_sums
 from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
-from .launches import FusedCta, KvTile, Launch, by_heads, launches_of, origins, summed
+from .launches import FusedCta, KvTile, Launch, launches_of, summed
 from .tiles import (
     WARPGROUPS,
     FusedBlocks,
     FusedSmem,
+    late_dp,
     scratch,
     swizzles_of_k_and_v,
 )
@@ -93,9 +93,9 @@ def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *
 
 
 def run_cta(launch: Launch, *refs):
-    """Runs the one KV tile of a CTA or, in a persistent grid, all of them."""
-    if launch.blocks.persistent:
-        run_roles(persistent_cta(launch, *refs))
+    """Runs the KV tile of a CTA, or all KV tiles of its pair."""
+    if launch.all_kv_tiles:
+        run_roles(cta_of_pair(launch, *refs))
         return
     _, gmem, _ = refs
     pair, block = launch.place(gmem)
@@ -134,21 +134,17 @@ def run_kv_tile(
         pl.when(nothing)(functools.partial(write_zeros, cta))
 
 
-def persistent_cta(
+def cta_of_pair(
     launch: Launch,
     results: dict[str, Any],
     gmem: BackwardArrays,
     smem: FusedSmem,
 ) -> FusedCta:
-    """Returns a CTA that has several KV tiles, all of them with the same range of Q tiles."""
-    kv_tiles, zero = launch.persistent_tiles(gmem), jnp.int32(0)
-    first = zero, zero, zero, 0
-    if launch.part is Part.FAR:
-        (batch, *_), blocks = kv_tiles[1](zero), launch.blocks
-        q_tiles = QTileRange.whole(launch.problem, gmem, batch, blocks.block_kv, blocks.block_q)
-    else:
-        q_tiles = launch.q_tiles(gmem, first, zero)
-    cta = cta_at(launch, (results, gmem, smem), first, q_tiles)
+    """Returns a CTA that has all KV tiles of a pair, which all have the same range of Q tiles."""
+    kv_tiles, zero = launch.kv_tiles_of_pair(gmem), jnp.int32(0)
+    (batch, *_), blocks = kv_tiles[1](zero), launch.blocks
+    q_tiles = QTileRange.whole(launch.problem, gmem, batch, blocks.block_kv, blocks.block_q)
+    cta = cta_at(launch, (results, gmem, smem), (zero, zero, zero, 0), q_tiles)
     return dataclasses.replace(cta, kv_tiles=kv_tiles)
 
 
@@ -219,7 +215,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
         # Loaded before the wait for K and V, which takes as long as this load.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
-    if cta.blocks.holds_v:
+    if cta.blocks.whole_dq:
         v = cta.smem.v.at[cta.kv_slot, warpgroup_rows(cta.wg)]
         cta = dataclasses.replace(cta, held_v=plgpu.load(v, layout=inline.WGMMA))
 
@@ -231,7 +227,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     far_step = functools.partial(near_step, far=far)
     if part in LOOKS_AT_NONE:
         cta.q_tiles.visit(near_step)
-    elif part is Part.FAR:
+    elif cta.launch.all_kv_tiles:
         cta.q_tiles.visit(far_step, in_one_loop=True)
     else:
         cta.q_tiles.visit(near_step, far, far_step)
@@ -285,27 +281,25 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
     # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
     accumulator = plgpu.ACC((WARPGROUP_ROWS, blocks.block_q), jnp.float32)
     # The shift of every column leaves no registers for dP^T next to S^T.
-    late_dp = blocks.late_dp or far is not None
+    dp_is_late = late_dp(problem) or far is not None
 
     def scores(s_acc):
         plgpu.wgmma(s_acc, k, q.transpose((1, 0)))  # (1) S^T = K Q^T
-        if late_dp:
+        if dp_is_late:
             return to_weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=0), masked, far)
         cta.do.wait_full(n)
         return pl.run_scoped(functools.partial(gradients, s_acc, None), accumulator)
 
     def gradients(s_acc, early, dp_acc):
         plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
-        if blocks.persistent and not late_dp:
-            inline.use_zero(cta.interpret)
         schedule.scores_issued(cta, n)
-        if not late_dp:
+        if not dp_is_late:
             early = to_weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), masked, far)
         return late_weights(cta, n, tile, early, dp_acc)
 
     cta.q.wait_full(n)
     tiles = pl.run_scoped(scores, accumulator)
-    if late_dp:
+    if dp_is_late:
         if far is not None and narrows(cta, masked):
             tiles = narrowed(tiles, problem.dtype)
         cta.do.wait_full(n)
@@ -372,7 +366,7 @@ def narrows(cta: FusedCta, masked: bool) -> bool:
     204 bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where nothing spills
     without narrow tiles.
     """
-    two_loops = cta.launch.part in (Part.ALL, Part.ALL_IF_FAR)
+    two_loops = cta.launch.part is Part.ALL
     return not masked and cta.problem.head_dim < 128 and two_loops
 
 
@@ -465,7 +459,7 @@ class Lockstep(GradientGemms):
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
             plgpu.wgmma(dq_acc, *dq_operands(cta, ds_slot))  # (5) dQ = dS K
-            if cta.blocks.persistent:
+            if cta.launch.all_kv_tiles:
                 inline.use_zero(cta.interpret)
             plgpu.wgmma_wait(1)
             cta.do.release(n)
@@ -521,9 +515,7 @@ class PingPong(GradientGemms):
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             dk_without_dq(cta, n, ds, dk_acc)
             return
-        dq_n = handed = self.tile_of_dq(cta, n)
-        if cta.kv_tiles is not None:  # what lies there in the first turn is of the KV tile before
-            handed = lax.select(n == 0, cta.before, handed)
+        dq_n = self.tile_of_dq(cta, n)
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
@@ -533,7 +525,7 @@ class PingPong(GradientGemms):
             plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), written()))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
-            await_dq(cta, handed)
+            await_dq(cta, dq_n)
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=2)
 
         # Stored in the first turn too, though not handed over then: a branch around registers that
@@ -888,7 +880,7 @@ def store_dq_of_kv_tile(cta: FusedCta, kv_index):
     """Adds the dQ tiles of one KV tile, or stores those that no CTA has written before."""
     cta = cta.at_kv_tile(kv_index)
     total, zero = cta.q_tiles.total, jnp.int32(0)
-    if cta.launch.part is Part.FAR:  # no other CTA adds to dQ of this pair
+    if cta.launch.all_kv_tiles:  # no other CTA adds to dQ of this pair
 
         @pl.when(kv_index == 0)
         def _():
@@ -987,10 +979,6 @@ def end_inline_loads(cta: FusedCta):
 
 # --- One call: its arrays, its launches one after the other, its gradients ------------------------
 
-# Last element of `origin`. XLA computes a constant that is an arithmetic progression in a launch of
-# 2 us; with this element `origin` is none, and lies in device memory.
-NO_PROGRESSION = -(2**20)
-
 
 def backward_fused(
     problem: Problem,
@@ -1025,70 +1013,41 @@ def backward_fused(
     launches = launches_of(problem, blocks, interpret)
     if launches[0].part is Part.ALL_IF_NEAR:
         gmem = gmem.with_any_far()
-    portion = functools.partial(run_portion, launches, arrays)
-    starts = origins(problem, blocks)
-    results, dbias = {}, None
-    if blocks.kv_launches > 1 or by_heads(problem, blocks):  # its parts are put in their places
-        dbias = lax.empty(problem.bias_shape, problem.bias_dtype)
-    if len(starts) == 1:
-        results, dbias = portion(results, dbias, gmem)
-        dq = dq_sums.scaled_dq(problem, results["dq"])
-    else:
-        dq = lax.empty((*arrays.q.shape[:3], problem.head_dim), problem.dtype)
-        portion = jax.jit(portion)  # all but the first are traced once
-        for start in starts:
-            # A portion starts once the gradients of the one before exist, so that the sums of one
-            # portion exist at a time.
-            results, dq, dbias = lax.optimization_barrier((results, dq, dbias))
-            origin = jnp.array((*start, NO_PROGRESSION), jnp.int32)
-            results, dbias = portion(results, dbias, gmem._replace(origin=origin))
-            place = start[0], 0, start[1] * problem.group, 0
-            scaled = dq_sums.scaled_dq(problem, results.pop("dq"))
-            dq = lax.dynamic_update_slice(dq, scaled, place)
-    if dbias is None and "dbias" in results:
-        dbias = gradient_of_bias(problem, results["dbias"])
+    results: dict[str, Any] = {}
+    for launch in launches:
+        results = run_launch(launch, arrays, gmem, results)
+    dq = dq_sums.scaled_dq(problem, results["dq"])
+    dbias = gradient_of_bias(problem, results["dbias"]) if blocks.sums_bias else None
     dk, dv = results["dk"], results["dv"]
     if blocks.split_q > 1:
         dk, dv = summed(dk, arrays.k), summed(dv, arrays.v)
     return dq, dk, dv, dbias
 
 
-def run_portion(
-    launches: tuple[Launch, ...], arrays: BackwardArrays, results, dbias, gmem: BackwardArrays
-):
-    """Runs the launches of one portion; returns (results, dbias) with what they add.
+def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, results):
+    """Runs one launch; returns `results` with what it adds and makes.
 
     Args:
-        launches: in their order.
+        launch: which.
         arrays: operands, whose q, k and v have the shapes of gradients.
-        results: by name, those that are there already; see `Launch.result_shapes`.
-        dbias: gradient of the bias, into which parts are written; None if one launch sums it all.
         gmem: what the kernel reads.
+        results: by name, those of launches before; see `Launch.result_shapes`.
     """
-    blocks = launches[0].blocks
-    for launch in launches:
-        shapes = launch.result_shapes(arrays)
-        kept = {name: results[name] for name in shapes if name in results}
-        if launch.stores_dq:
-            kept |= dq_sums.cleared(launch, shapes)
-        if cleared := [name for name in ("dq", "dbias") if name in shapes and name not in kept]:
-            sizes = [shapes[name].shape for name in cleared]
-            kept |= zip(
-                cleared, dq_sums.zeros(sizes, launch.interpret, results.get("dk")), strict=True
-            )
-        made = {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
-        run = functools.partial(run_launch, launch, arrays, gmem, tuple(made))
-        kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
-        results = kept | made
-        if blocks.kv_launches > 1 and launch.part is not Part.ALL_IF_NEAR:  # ALL_IF_FAR follows
-            results, dbias = put_dbias(launch, results, dbias, gmem)
-    if "dbias" in results and dbias is not None:
-        results, dbias = put_dbias(launches[0], results, dbias, gmem)
-    return results, dbias
+    shapes = launch.result_shapes(arrays)
+    kept = {name: results[name] for name in shapes if name in results}
+    if launch.stores_dq:
+        kept |= dq_sums.cleared(launch, shapes)
+    if cleared := [name for name in ("dq", "dbias") if name in shapes and name not in kept]:
+        sizes = [shapes[name].shape for name in cleared]
+        kept |= zip(cleared, dq_sums.zeros(sizes, launch.interpret), strict=True)
+    made = {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
+    run = functools.partial(run_kernel, launch, arrays, gmem, tuple(made))
+    kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
+    return kept | made
 
 
-def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, names, refs):
-    """Runs one launch.
+def run_kernel(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, names, refs):
+    """Runs the kernel of one launch.
 
     Args:
         launch: which.
@@ -1098,7 +1057,7 @@ def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, nam
         refs: (results that it adds to, results that it makes), by name.
     """
     kept, made = refs
-    smem = scratch(launch.problem, launch.blocks, arrays, launch.interpret)
+    smem = scratch(launch.problem, launch.blocks, arrays, launch.interpret, launch.all_kv_tiles)
     run = launch_kernel(
         functools.partial(kernel, launch, names, kept),
         out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
@@ -1106,18 +1065,8 @@ def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, nam
         grid=launch.grid,
         cluster=pipeline.cluster_axes(launch.blocks.bias_cluster),
         threads=WARPGROUPS + launch.blocks.producer + launch.blocks.sums_bias,
-        name="flash_pallas_backward_fused" + "_far" * (launch.part in (Part.FAR, Part.ALL_IF_FAR)),
+        name="flash_pallas_backward_fused" + "_far" * launch.all_kv_tiles,
         interpret=launch.interpret,
     )
     for name, x in zip(names, run(gmem), strict=True):
         made[name][...] = x
-
-
-def put_dbias(launch: Launch, results, dbias, gmem: BackwardArrays):
-    """Puts the gradient of some heads and keys of the bias in its place, and drops its sums."""
-    problem, first_key = launch.problem, launch.first_block * launch.blocks.block_kv
-    part = gradient_of_bias(problem, results["dbias"], first_key)
-    head = 0 if gmem.origin is None else gmem.origin[1] * problem.group
-    dbias = lax.dynamic_update_slice(dbias, part, (0, head, 0, first_key))
-    other_results = {name: x for name, x in results.items() if name != "dbias"}
-    return lax.optimization_barrier((other_results, dbias))

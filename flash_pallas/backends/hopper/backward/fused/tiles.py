@@ -27,32 +27,23 @@ class FusedBlocks:
         ds_stages: number of slots for dS; with one, the warpgroups meet twice per step.
         mask_all: one loop masks every tile (if the mask hides anything), instead of a loop for the
             masked tiles and one for the rest: fewer registers, more instructions.
-        late_dp: dP^T is issued after the weights, so that its registers are theirs until then.
-        stagger: the CTAs of a head start at different tiles; takes one loop, as with mask_all.
         ping_pong: the warpgroups take turns at the tensor cores; see `PingPong`, else `Lockstep`.
-            Takes at least two slots of everything, and no late_dp.
+            Takes at least two slots of everything; not where `late_dp`.
         late_handover: ping-pong warpgroups hand dQ to the storing warp after their turn.
         polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         signs: the elements of P that dropout drops have a minus sign: one tile of registers where
             there were two and predicates. Used where score_tile.may_sign.
         defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
             were two. Used where score_tile.may_defer.
-        whole_dq: warpgroup 1 computes all of dQ, and each warpgroup has code of its own; otherwise
-            each computes half of the columns, or of the rows.
-        holds_v: V stays in registers, as the left operand of dP^T.
+        whole_dq: warpgroup 1 computes all of dQ, and each warpgroup has code of its own and V in
+            registers, as the left operand of dP^T; otherwise each computes half of the columns of
+            dQ, or of the rows.
         producer: a warpgroup of its own loads and adds dQ; otherwise the two that compute do.
         split_q: number of CTAs that share the Q tiles of a KV tile, whose dK and dV are added up
             afterwards; see launches.py. Takes one loop, as with mask_all.
         bias_cluster: number of CTAs, each with a batch entry of its own, that sum the gradient of a
             bias which the entries share, where it is wanted: dbias.py. 1: backward/dbias/kernel.py
             computes it.
-        num_launches: split the pairs of a KV head and a batch entry into this many sequential
-            launches, to bound the workspace.
-        kv_launches: split the KV tiles of each of these launches into this many, of which one at a
-            time has sums of the gradient of a bias.
-        persistent_clusters: size of the persistent grid, in clusters or CTAs; see `Launch`. 1: one
-            for each KV tile.
-        kv_stages: number of KV tiles whose K and V lie in shared memory, in a persistent CTA.
     """
 
     block_q: int = 64
@@ -60,22 +51,15 @@ class FusedBlocks:
     do_stages: int = 2
     ds_stages: int = 2
     mask_all: bool = False
-    late_dp: bool = False
-    stagger: bool = False
     ping_pong: bool = False
     late_handover: bool = False
     polynomials: float = 0.0
     signs: bool = False
     defer: bool = False
     whole_dq: bool = False
-    holds_v: bool = False
     producer: bool = True
     split_q: int = 1
     bias_cluster: int = 1
-    num_launches: int = 1
-    kv_launches: int = 1
-    persistent_clusters: int = 1
-    kv_stages: int = 1
 
     block_kv = 2 * WARPGROUP_ROWS
     producer_registers, summing_registers = 24, 40
@@ -91,9 +75,14 @@ class FusedBlocks:
         return self.bias_cluster > 1
 
     @property
-    def persistent(self) -> bool:
-        """True if the grid is persistent: a CTA takes several KV tiles."""
-        return self.persistent_clusters > 1
+    def staggers(self) -> bool:
+        """True if the CTAs of a head start at different Q tiles, which takes one loop.
+
+        H200, without: 1.09 of the time where the gradient of a bias is summed at head dim 16,
+        T=1024, and 1.02 at 32 (options.json). Warpgroups in ping-pong gain nothing from it at 64,
+        nor do calls without a bias: 1.000 to 1.008 at 32 to 128.
+        """
+        return self.sums_bias and not self.ping_pong
 
     @property
     def received_rows(self) -> int:
@@ -122,13 +111,12 @@ class FusedBlocks:
         """Returns whether a part of dQ is as wide as the narrowest rows (16) of an operand tile."""
         return self.dq_tile(head_dim)[1] >= 16
 
-    @property
-    def may_ping_pong(self) -> bool:
-        """True if there are slots enough for two tiles, and dP^T is issued with S^T.
+    def may_ping_pong(self, problem: Problem) -> bool:
+        """Returns whether there are slots for two tiles, and dP^T is issued with S^T.
 
         With one slot for dO, a warpgroup would wait in its turn for what the other has yet to read.
         """
-        return min(self.stages, self.do_stages, self.ds_stages) >= 2 and not self.late_dp
+        return min(self.stages, self.do_stages, self.ds_stages) >= 2 and not late_dp(problem)
 
     def smem_bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA, for the head dim that the kernel runs."""
@@ -156,8 +144,6 @@ FUSED_HEAD_DIMS = (16, 32, 64, 96, 128)  # that this kernel runs, of Q, K and V 
 # halves 1.23 and 1.16 full. Causal with two stages 1.04 and 1.09. Modifiers and lists have halves
 # and no V in registers, as otherwise 56 to 276 bytes spill.
 #
-# Staggered without a mask: 1.03 at 128, 1.01 at 64 (1.08 if the warpgroups meet).
-#
 # Handing over late spares a turn the wait for its writes, for which the exponentials of the next
 # tile pay: without a mask 1.02 at 128 (T=16k 1.01 to 1.03, GQA 1.01) and 1.05 at 32; at
 # 64, where exponentials take as long as a turn, 0.94 to 1.00; causal 0.98 at 128 and 0.99 at 64.
@@ -168,13 +154,10 @@ _PING_PONG = {
     16: FusedBlocks(block_q=128, ping_pong=True),
     32: FusedBlocks(block_q=128, ping_pong=True),
     64: FusedBlocks(block_q=128, ping_pong=True),
-    96: FusedBlocks(block_q=64, ping_pong=True, whole_dq=True, holds_v=True),
+    96: FusedBlocks(block_q=64, ping_pong=True, whole_dq=True),
     128: FusedBlocks(block_q=64, ping_pong=True),
 }
-PLAIN = {
-    d: dataclasses.replace(b, stagger=True, late_handover=d in (32, 96, 128))
-    for d, b in _PING_PONG.items()
-}
+PLAIN = {d: dataclasses.replace(b, late_handover=d in (32, 96, 128)) for d, b in _PING_PONG.items()}
 PLAIN |= {d: dataclasses.replace(PLAIN[d], stages=3, do_stages=3) for d in (96, 128)}
 MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _PING_PONG.items()}
 MASKED[96] = dataclasses.replace(MASKED[96], stages=3, do_stages=3)
@@ -186,11 +169,9 @@ BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # static window, where they spill 28 and were not timed.
 PACKED = BY_ARRAYS | {d: _PING_PONG[d] for d in (96, 128)}
 # Lists: partial and whole tiles in one loop, see `hide_listed_keys` in kernel.py. Handing over late
-# is 1.02 to 1.03 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a
+# is 0.98 to 1.01 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a
 # third stage of Q 0.95 to 1.00.
-LISTED = BY_ARRAYS | {
-    d: FusedBlocks(block_q=64, mask_all=True, ping_pong=True, late_handover=True) for d in (96, 128)
-}
+LISTED = BY_ARRAYS | {d: FusedBlocks(block_q=64, mask_all=True, ping_pong=True) for d in (96, 128)}
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
 # Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
@@ -204,21 +185,15 @@ MODIFIED = {
 # bf16, H200, B = 128, 4 heads, T = 1024, 2048 and 4096, dQ, dK, dV and dbias, against the sums of
 # backward/dbias: 1.19, 1.26 and 1.25 (head dim 64), 1.12, 1.22 and 1.29 (32), 1.06, 1.12 (16).
 # Larger clusters are slower, as all wait for the last: 4 CTAs 0.91 to 0.97 of pairs at 64 and 32.
-# At 16 pairs that are staggered, and so do not add to the same tiles at one time, are 1.10 of four;
-# staggered pairs 1.09 (T = 1024), 1.07 and 1.01 of others, at 32 1.02, 1.04 and 1.00, at 64 1.02,
-# 1.02 and 0.97, with a persistent grid 0.96.
-# Ping-pong that hands over late is 1.03 of lockstep at 64; at 32 it is 0.96, with spills. Without
-# the sum 1.09 at 64, staggered. A quarter of the exponentials as polynomials: 0.98, 0.97 and 0.96
-# at 64 (T = 1024, 2048 and 4096).
+# Ping-pong is 1.03 of lockstep at 64; at 32 it is 0.96, with spills.
 BIASED = {
-    16: FusedBlocks(block_q=128, mask_all=True, stagger=True, bias_cluster=2),
-    32: FusedBlocks(block_q=128, mask_all=True, stagger=True, bias_cluster=2),
+    16: FusedBlocks(block_q=128, mask_all=True, bias_cluster=2),
+    32: FusedBlocks(block_q=128, mask_all=True, bias_cluster=2),
     64: FusedBlocks(
         stages=3,
         do_stages=3,
         mask_all=True,
         ping_pong=True,
-        late_handover=True,
         bias_cluster=2,
     ),
 }
@@ -243,24 +218,28 @@ CAPPED = MODIFIED | {64: dataclasses.replace(MASKED[64], defer=True)}
 SMALLEST = FusedBlocks(block_q=64, do_stages=1, ds_stages=1, mask_all=True)
 
 
-def for_far_rows(pairs: int, near: FusedBlocks) -> FusedBlocks:
-    """Returns the tiles of Part.FAR: one CTA for each pair of a batch entry and a KV head.
+def for_far_rows(near: FusedBlocks) -> FusedBlocks:
+    """Returns the tiles of the launch for rows with large logits.
 
     Both launches read the same log-sum-exp, which `signs` scales, so both have the same `signs`.
     """
-    return FusedBlocks(
-        block_q=64, mask_all=True, signs=near.signs, persistent_clusters=max(2, pairs)
-    )
+    return FusedBlocks(block_q=64, mask_all=True, signs=near.signs, bias_cluster=near.bias_cluster)
+
+
+def late_dp(problem: Problem) -> bool:
+    """Returns whether dP^T is issued after the weights, whose registers it would take.
+
+    With a score_mod at head dim 128 1.5 times as fast where the other order spills 352 bytes, and
+    1.03 where it does not (H200, options.json); at 64 0.92, with a softcap 0.95.
+    """
+    return problem.spec.score_mod is not None and problem.head_dim > 64
 
 
 def choose_fused(problem: Problem) -> FusedBlocks | None:
     """Chooses tiles for a problem of a native head dim; None if nothing fits into shared memory."""
-    spec = problem.spec
     first = _table(problem)[problem.head_dim]
     if not may_sum_bias(problem, first.bias_cluster):
         first = without_sums(first)
-    if spec.score_mod and problem.head_dim > 64:  # at 128 1.5x; at 64 0.92x, with softcap 0.95x
-        first = dataclasses.replace(first, late_dp=True)
     lockstep = without_sums(_in_lockstep(first))
     fewer = dataclasses.replace(lockstep, stages=2, do_stages=1, ds_stages=1)
     candidates = (first, dataclasses.replace(first, block_q=64), fewer, SMALLEST)
@@ -271,10 +250,7 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
 
 def without_sums(blocks: FusedBlocks) -> FusedBlocks:
     """Returns `blocks` for a call that does not ask for the gradient of its bias."""
-    if not blocks.sums_bias:
-        return blocks
-    one_launch = {"num_launches": 1, "kv_launches": 1, "persistent_clusters": 1, "kv_stages": 1}
-    return dataclasses.replace(blocks, bias_cluster=1, stagger=False, **one_launch)
+    return dataclasses.replace(blocks, bias_cluster=1)
 
 
 def without_producer(blocks: FusedBlocks, problem: Problem) -> FusedBlocks:
@@ -289,7 +265,7 @@ def without_producer(blocks: FusedBlocks, problem: Problem) -> FusedBlocks:
     one_loop = blocks.mask_all or problem.hides_by_arrays
     # With whole tiles of dQ and V in registers 24 to 96 bytes would spill at head dim 96.
     inline_loads = dataclasses.replace(
-        without_sums(blocks), mask_all=one_loop, whole_dq=False, holds_v=False, producer=False
+        without_sums(blocks), mask_all=one_loop, whole_dq=False, producer=False
     )
     modified = problem.spec.modifiers or problem.bias_shape is not None
     if modified or problem.head_dim == 64 or not (inline_loads.ping_pong and one_loop):
@@ -370,8 +346,8 @@ class FusedSmem(NamedTuple):
 
     q: Any  # [stages, block_q, D]
     do: Any  # [do_stages, block_q, D]
-    k: Any  # [kv_stages, block_kv, D]
-    v: Any  # [kv_stages, block_kv, D]
+    k: Any  # [1, block_kv, D]
+    v: Any  # [1, block_kv, D]
     ds: Any  # [ds_stages, block_kv, block_q]
     dq: Any  # f32[dq parts, dq tile]
     lse: Any  # f32[stages, block_q]
@@ -380,7 +356,7 @@ class FusedSmem(NamedTuple):
     received: Any = None  # [rows, block_q]: parts of dS from the rest of a cluster
     arrived: Any = None  # an mbarrier, of what is received
     # mbarriers; those without a count have one arrival
-    kv_ring: Any = None  # K and V; persistent: given back once dK and dV have been read
+    kv_ring: Any = None  # K and V; with all KV tiles: given back once dK and dV have been read
     q_ring: Any = None  # Q, lse and what modifiers read
     do_ring: Any = None
     delta_full: Any = None
@@ -401,6 +377,7 @@ def scratch(
     blocks: FusedBlocks,
     arrays: BackwardArrays | None = None,
     interpret: bool = False,
+    all_kv_tiles: bool = False,
 ) -> FusedSmem:
     """Returns the shared memory and the barriers that a CTA allocates.
 
@@ -409,6 +386,7 @@ def scratch(
         blocks: tile sizes.
         arrays: operands, whose columns decide how tiles lie; None where only sizes are wanted.
         interpret: run by the interpreter.
+        all_kv_tiles: the CTA takes one KV tile after the other: `Launch.all_kv_tiles`.
     """
     head_dim, dtype = problem.head_dim, problem.dtype
     block_q, block_kv = blocks.block_q, blocks.block_kv
@@ -423,8 +401,8 @@ def scratch(
     return FusedSmem(
         q=tile_buffer((blocks.stages, block_q, head_dim), dtype, k_swizzle),
         do=tile_buffer((blocks.do_stages, block_q, head_dim), dtype, v_swizzle),
-        k=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, k_swizzle),
-        v=tile_buffer((blocks.kv_stages, block_kv, head_dim), dtype, v_swizzle),
+        k=tile_buffer((1, block_kv, head_dim), dtype, k_swizzle),
+        v=tile_buffer((1, block_kv, head_dim), dtype, v_swizzle),
         ds=tile_buffer((blocks.ds_stages, block_kv, block_q), dtype, k_swizzle),
         dq=tile_buffer((len(blocks.dq_parts), *blocks.dq_tile(head_dim)), jnp.float32),
         lse=row_buffer((blocks.stages, block_q)),
@@ -432,7 +410,7 @@ def scratch(
         auxiliary=auxiliary.buffers(blocks.stages, block_kv, block_q),
         received=received,
         arrived=plgpu.SMEM((2,), jnp.int32) if blocks.sums_bias else None,
-        kv_ring=ring(blocks.kv_stages, copies=2, readers=WARPGROUPS * blocks.persistent),
+        kv_ring=ring(1, copies=2, readers=WARPGROUPS * all_kv_tiles),
         q_ring=ring(
             blocks.stages,
             copies=2 + auxiliary.copies,
