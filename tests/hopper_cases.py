@@ -325,64 +325,25 @@ PAIRED_BLOCKS = (
 # With what the fused backward can be asked to do, but is nowhere by itself.
 _DEFERRED = {"block_q": 128, "stages": 2, "do_stages": 2, "defer": True}
 FUSED_BLOCKS = (
-    (
-        _several_tiles("late_dp_staggered", H=128),
-        {"late_dp": True, "stagger": True, "ping_pong": False},
-    ),
-    (_several_tiles("staggered", K=2, causal=True), {"stagger": True}),
-    (_several_tiles("staggered_group", S=264, window=(90, 0)), {"stagger": True}),
     (_several_tiles("split_q_128", H=128, causal=True), {"split_q": 3}),
     (_several_tiles("split_q_96", H=96, causal=True), {"split_q": 3}),
     (_several_tiles("meeting_96", H=96, causal=True), {"ping_pong": False}),
-    (
-        _several_tiles("persistent_96", H=96, S=384, B=2),
-        {"persistent_clusters": 2, "mask_all": True},
-    ),
     (_several_tiles("signs", K=2, causal=True, dropout_rate=0.3, sinks=True), {"signs": True}),
     (_several_tiles("signs_128", H=128, dropout_rate=0.1), {"signs": True}),
     (_several_tiles("deferred", K=2, causal=True, softcap=3.0), _DEFERRED),
     (_several_tiles("deferred_padded", segments="padded", poison=True, softcap=5.0), _DEFERRED),
     (_several_tiles("deferred_128", H=128, softcap=2.0, scale=0.5, causal=True), {"defer": True}),
-    (_several_tiles("launches_of_entries", K=1, N=1, B=4, T=130), {"num_launches": 2}),
-    (_several_tiles("launches_of_heads", N=4, B=2, K=2, T=130), {"num_launches": 2}),
     (
-        _several_tiles("launches_bias", N=4, K=2, B=2, T=100, S=130, bias="1NTS"),
-        {"num_launches": 2},
+        _several_tiles("sums_of_fours_16", N=2, K=2, B=4, H=16, T=130, bias="11TS"),
+        {"bias_cluster": 4},
     ),
     (
-        _several_tiles("launches_bias_16", N=2, K=2, B=4, H=16, T=130, bias="11TS"),
-        {"num_launches": 2, "bias_cluster": 4},
-    ),
-    (
-        _several_tiles("kv_launches_bias_32", N=1, B=4, H=32, T=130, S=500, bias="11TS"),
-        {"kv_launches": 2},
-    ),
-    # More key blocks than CTAs, or clusters, which are two or three.
-    (_several_tiles("persistent", T=130, S=520, B=2), {"persistent_clusters": 3, "stagger": True}),
-    (
-        _several_tiles("persistent_meeting", T=70, S=300, N=1, B=2, sinks=True),
-        {"persistent_clusters": 2, "kv_stages": 2, "ping_pong": False},
-    ),
-    (
-        _several_tiles("persistent_bias", N=4, K=2, B=2, S=300, bias="1NTS"),
-        {"persistent_clusters": 2, "kv_stages": 2},
-    ),
-    (
-        _several_tiles("persistent_staggered_bias", N=1, B=4, T=130, S=300, bias="11TS"),
-        {"persistent_clusters": 2, "stagger": True},
-    ),
-    (
-        _several_tiles("persistent_launches_bias_16", N=2, K=2, B=4, H=16, T=130, bias="1NTS"),
-        {"num_launches": 2, "kv_launches": 2, "persistent_clusters": 2},
-    ),
-    (
-        _several_tiles("persistent_fours_bias_16", N=2, B=8, H=16, T=130, S=300, bias="11TS"),
-        {"bias_cluster": 4, "persistent_clusters": 2, "kv_stages": 2},
+        _several_tiles("sums_staggered_64", N=1, B=4, T=130, S=300, bias="11TS"),
+        {"ping_pong": False},
     ),
     # Of the second key block's one tile, one of two parts has nothing.
     (_several_tiles("split_q_without_tiles", K=2, causal=True), {"split_q": 2}),
 )
-PERSISTENT_SECTIONS = _small("sections_of_a_persistent_grid", T=104, S=150, N=3, K=3, B=3, H=32)
 SECTIONS = _small("sections", T=104, S=104, N=3, K=3, B=3, H=32, causal=True)
 
 # Of lists that are rotated, as those of long sequences are.

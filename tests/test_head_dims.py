@@ -114,7 +114,7 @@ def test_one_warpgroup_computes_dq_at_head_dim_96():
     trading, alone = (HopperBackend(num_sms=132, trades_registers=t) for t in (True, False))
     for fields in {}, {"mask": Mask(right=0)}, {"mask": Mask(left=100, right=0)}:
         blocks = chosen(trading, 96, **fields).backward
-        assert blocks.whole_dq and blocks.holds_v
+        assert blocks.whole_dq
         assert (blocks.dq_parts, blocks.dq_tile(96)) == ((1,), (64, 96))
         assert not chosen(trading, 128, **fields).backward.whole_dq
         assert not chosen(alone, 96, **fields).backward.whole_dq

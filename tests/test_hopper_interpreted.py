@@ -26,7 +26,6 @@ from .hopper_cases import (
     MODIFIERS,
     PAIRED_BLOCKS,
     PAIRS,
-    PERSISTENT_SECTIONS,
     ROTATED,
     SECTIONS,
     WIDE,
@@ -154,16 +153,6 @@ def test_ctas_that_do_not_wait_for_what_they_add_to_race(monkeypatch):
     monkeypatch.setattr(dq_sums.OwnTiles, "await_flags", lambda own: None)
     with pytest.raises(RaceError, match="reduction of"), race_checked():
         checks.run(checks.bind(BACKEND), DIAGONAL[0])
-
-
-@pytest.mark.thorough
-@pytest.mark.interpret
-def test_sections_of_a_persistent_grid(monkeypatch):
-    """Runs nine pairs, two at a time but for the last, with two KV blocks each, on four CTAs."""
-    case, blocks = PERSISTENT_SECTIONS, {"fused": {"persistent_clusters": 4}}
-    monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 2 * 8 * case.T * case.H)
-    with race_checked():
-        checks.assert_matches_oracle(checks.bind(BACKEND, blocks), case)
 
 
 @pytest.mark.thorough

@@ -151,22 +151,19 @@ def test_hopper_kernels(case, monkeypatch):
 
 
 PAIR_BIAS = [
-    (Case(f"{name}_pair_bias_{what}", N=2, K=2, B=2, T=70, S=300, bias="1NTS", dtype="bfloat16",
-          magnitude=magnitude), blocks)
+    Case(f"{name}_pair_bias", N=2, K=2, B=2, T=70, S=300, bias="1NTS", dtype="bfloat16",
+         magnitude=magnitude)
     for name, magnitude in (("near", 0), ("far", (0, 15)))
-    for what, blocks in (
-        ("alone", {}), ("persistent", {"persistent_clusters": 2, "kv_stages": 2}),
-        ("portions", {"num_launches": 2, "kv_launches": 3}))
 ]  # fmt: skip
 
 
-@pytest.mark.thorough(always=["far_pair_bias_persistent"])
+@pytest.mark.thorough(always=["far_pair_bias"])
 @pytest.mark.interpret
-@pytest.mark.parametrize(("case", "blocks"), PAIR_BIAS, ids=[case.name for case, _ in PAIR_BIAS])
-def test_launches_of_which_one_is_idle(case, blocks, monkeypatch):
+@pytest.mark.parametrize("case", PAIR_BIAS, ids=str)
+def test_launches_of_which_one_is_idle(case, monkeypatch):
     monkeypatch.setattr(far_rows, "ENOUGH", 1)
     with race_checked():
-        checks.assert_matches_oracle(checks.bind(HOPPER, {"fused": blocks}), case)
+        checks.assert_matches_oracle(checks.bind(HOPPER), case)
 
 
 @pytest.mark.thorough(always=["scores_of_2^12_float16"])

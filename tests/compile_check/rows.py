@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -134,13 +133,9 @@ WIDE_MODIFIERS = (
     "wide_512_blocks",
     "wide_512_everything",
 )
-# Backwards in several launches, where a call with more batch entries and heads takes them.
-LAUNCHES = {
-    "bias_shared_16": {"num_launches": 2},
-}
-# (length, head dim) of backwards that sum the gradient of a pair bias, as the rules launch them:
-# in portions of heads and of keys, with CTAs that take turns, and without.
-PAIR_BIASES = ((512, 16), (1024, 16), (2048, 16), (1024, 32), (4096, 32), (2048, 64), (4096, 64))
+# (length, head dim) of backwards that sum the gradient of a pair bias, with and without a launch
+# for large logits.
+PAIR_BIASES = ((512, 16), (2048, 16), (1024, 32), (512, 64), (2048, 64))
 # Decoding: fields of DecodeSpec. One query, or as many as TOKENS says: 4 of a group of 4 are
 # columns of the products, 16 are rows. All of them at head dim 128; at 64 and 256 the plainest and
 # the fullest. Caches of eight bits are named by their dtype.
@@ -449,18 +444,15 @@ def cotangents(spec: AttentionSpec, do, per_row) -> Cotangents:
     return Cotangents(per_row, do, per_row, shift)
 
 
-def _modifier_rows(case: Case, launches: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Row]:
-    """Yields forward and backward, with every gradient, of a case of the Hopper tests.
-
-    `launches` overrides fields of the blocks of the fused backward.
-    """
+def _modifier_rows(case: Case) -> Iterator[Row]:
+    """Yields forward and backward, with every gradient, of a case of the Hopper tests."""
     x = case.inputs()
     arguments = Arguments(**case.arguments(x), deterministic=case.deterministic)
     call = validate.canonicalize(x.q, x.k, x.v, arguments)
     backend, spec, operands = HopperBackend(), call.spec, call.operands
     blocks = backend.attention.plan(call.problem)
     if isinstance(blocks.backward, FusedBlocks):  # as with more key blocks than these few
-        blocks = backend.attention.plan(call.problem, {"fused": {"split_q": 1, **launches}})
+        blocks = backend.attention.plan(call.problem, {"fused": {"split_q": 1}})
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
     per_row = jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)
     forms, do = jax.tree.map(shape, operands), shape(x.do)
@@ -641,9 +633,6 @@ def rows() -> Iterator[Row]:
     """Yields all rows; other masks than full and causal in bfloat16 only, the code is the same."""
     for name in (*MODIFIERS, *WIDE_MODIFIERS):
         yield from _modifier_rows(CASES[name])
-    for name, launches in LAUNCHES.items():
-        _, backward = _modifier_rows(CASES[name], launches)
-        yield dataclasses.replace(backward, mask=f"{name}, launches")
     yield from (_pair_bias_row(*sizes) for sizes in PAIR_BIASES)
     for head_dim, path in itertools.product((64, 128, 256), ("forward", "backward")):
         for dtype, mask in itertools.product(("bfloat16", "float16"), MASKS):

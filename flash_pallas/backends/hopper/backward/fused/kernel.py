@@ -227,7 +227,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     far_step = functools.partial(near_step, far=far)
     if part in LOOKS_AT_NONE:
         cta.q_tiles.visit(near_step)
-    elif cta.launch.all_kv_tiles:
+    elif part is Part.FAR:
         cta.q_tiles.visit(far_step, in_one_loop=True)
     else:
         cta.q_tiles.visit(near_step, far, far_step)
@@ -366,7 +366,7 @@ def narrows(cta: FusedCta, masked: bool) -> bool:
     204 bytes would spill and wgmma be serialised (C7512) at T=1024 and 16k, where nothing spills
     without narrow tiles.
     """
-    two_loops = cta.launch.part is Part.ALL
+    two_loops = cta.launch.part in (Part.ALL, Part.ALL_IF_FAR)
     return not masked and cta.problem.head_dim < 128 and two_loops
 
 
