@@ -24,7 +24,7 @@ import jax
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 
-from . import features, results, timing, tracing
+from . import feature_programs, features, results, timing, tracing
 from .features import CAUSAL, FULL, Sizes, Variant
 from .run import probes
 
@@ -72,23 +72,15 @@ def _biased(head_dim: int, *lengths: int) -> list[Row]:
     return [row for n in lengths for row in _of(128, n, 4, head_dim, features.PAIR_BIAS)]
 
 
-_BLOCKS = [v for pair in features._BLOCKS for v in pair if v.name.startswith("block mask")]
-_LISTED = [v for v in _BLOCKS if not v.name.endswith("192")]
 _FULL_128 = (
     _of(4, 4096, 16, 128, FULL) + _of(1, 16384, 16, 128, FULL) + _of(16, 1024, 16, 128, FULL)
 )
 _FULL_64 = _of(4, 4096, 32, 64, FULL) + _of(16, 1024, 32, 64, FULL)
 _FULL_32 = _of(128, 2048, 4, 32, FULL)
-_PACKED_64 = _of(1, 32768, 32, 64, features.PACKED, features.POSITIONS)
 
 OPTIONS = tuple(
     Option(kernel, off, tuple(rows), *module)
     for kernel, off, rows, *module in (
-        (
-            "fused",
-            {"whole_dq": False, "holds_v": False},
-            _of(2, 8192, 16, 96, FULL, CAUSAL) + _of(16, 1024, 16, 96, FULL, CAUSAL),
-        ),
         (
             "fused",
             {"whole_dq": False},
@@ -96,61 +88,30 @@ OPTIONS = tuple(
         ),
         (
             "fused",
-            {"stagger": False},
-            _FULL_128 + _FULL_64 + _FULL_32 + _biased(16, 1024) + _biased(32, 1024),
+            {"late_handover": False},
+            _FULL_128 + _FULL_32 + _of(2, 8192, 16, 96, FULL),
         ),
         (
             "fused",
-            {"late_handover": False},
-            _FULL_128
-            + _FULL_32
-            + _of(2, 8192, 16, 96, FULL)
-            + _of(1, 32768, 16, 128, *_LISTED)
-            + _biased(64, 1024, 4096),
+            {"mask_all": True},
+            _of(1, 32768, 16, 128, features.PACKED) + _of(1, 131072, 16, 128, features.PACKED),
         ),
-        ("fused", {"polynomials": 0.0}, _PACKED_64 + _of(4, 4096, 32, 64, features.LENGTHS)),
-        ("fused", {"mask_all": True}, _of(1, 32768, 16, 128, features.PACKED)),
         ("fused", {"stages": 2, "do_stages": 2}, _FULL_128),
         (
             "fused",
-            {"ping_pong": False, "late_handover": False, "polynomials": 0.0},
+            {"ping_pong": False, "late_handover": False},
             _FULL_128[:1] + _FULL_64[:1] + _of(4, 4096, 32, 64, CAUSAL),
         ),
         ("fused", {"signs": False, "block_q": 64}, _of(4, 4096, 32, 64, features.DROPOUT)),
         ("fused", {"defer": False, "block_q": 64}, _of(4, 4096, 32, 64, features.SOFTCAP)),
-        ("fused", {"late_dp": False}, _of(4, 4096, 16, 128, features.SCORE_MOD)),
         ("fused", {"split_q": 1}, _of(1, 2048, 32, 128, CAUSAL, kv_heads=8)),
-        (
-            "fused",
-            {"num_launches": 1, "kv_launches": 1},
-            _biased(16, 1024, 4096) + _biased(32, 1024, 4096) + _biased(64, 1024, 4096),
-        ),
-        (
-            "fused",
-            {"persistent_clusters": 1, "kv_stages": 1},
-            _biased(16, 1024, 2048, 4096) + _biased(64, 1024, 2048),
-        ),
-        (
-            "fused",
-            {
-                "persistent_clusters": 1,
-                "kv_stages": 1,
-                "num_launches": 1,
-                "kv_launches": 1,
-            },
-            _biased(16, 1024, 2048, 4096) + _biased(64, 1024, 2048),
-        ),
+        ("fused", {"bias_cluster": 1}, _biased(16, 1024) + _biased(32, 1024) + _biased(64, 1024)),
         (
             "paired",
             {"mask_all": False, "stagger": False},
             _of(4, 4096, 8, 256, FULL, CAUSAL) + _of(4, 4096, 16, 192, FULL, CAUSAL),
         ),
-        ("paired", {"stagger": False}, _of(4, 4096, 8, 256, FULL) + _of(4, 4096, 16, 192, FULL)),
-        (
-            "paired",
-            {"early_dq": False},
-            _of(4, 4096, 16, 192, FULL, CAUSAL) + _of(16, 1024, 16, 192, FULL, CAUSAL),
-        ),
+        ("paired", {"stagger": False}, _of(4, 4096, 8, 256, FULL)),
         (
             "forward",
             {"lazy_rescale": 0.0},
@@ -165,11 +126,6 @@ OPTIONS = tuple(
         ),
         (
             "forward",
-            {"polynomials": 0.0},
-            _of(4, 4096, 16, 128, features.SOFTCAP) + _of(4, 4096, 32, 64, features.SOFTCAP),
-        ),
-        (
-            "forward",
             {"speculates": 0.0},
             _of(4, 4096, 16, 128, FULL, CAUSAL) + _of(4, 4096, 32, 64, FULL, CAUSAL),
         ),
@@ -178,18 +134,13 @@ OPTIONS = tuple(
             {"ENOUGH": 2**31},  # rows with large logits have no launch of their own
             _of(4, 4096, 32, 64, FULL, CAUSAL, features.SINKS)
             + _of(16, 1024, 32, 64, CAUSAL)
-            + _of(4, 4096, 16, 128, CAUSAL)
-            + _of(16, 1024, 16, 128, CAUSAL)
             + _biased(64, 1024),
             "common.far_rows",
         ),
-        ("forward", {"ENOUGH": 2**31}, _of(4, 4096, 32, 64, FULL), "common.far_rows"),
         (
             "fused",
             {"MOST_BLOCKS": 0, "MOST_BLOCKS_64": 0},  # CTAs add all of dQ, and store none
-            _of(4, 4096, 16, 128, CAUSAL)
-            + _of(2, 4096, 32, 128, CAUSAL, kv_heads=8)
-            + _of(8, 2048, 16, 128, CAUSAL)
+            _of(8, 2048, 16, 128, CAUSAL)
             + _of(16, 1024, 16, 128, CAUSAL)
             + _of(8, 2048, 32, 64, CAUSAL)
             + _of(16, 1024, 32, 64, CAUSAL),
@@ -221,14 +172,6 @@ def _like(row: Row) -> dict[str, Any]:
     return jax.eval_shape(lambda key: variant.make(sizes, key), jax.random.key(1))
 
 
-def inputs_of(row: Row) -> tuple:
-    """Returns (q, k, v, arrays whose gradients are asked for, do)."""
-    sizes, variant = row
-    *qkv, do = sizes.arrays()
-    extra = variant.make(sizes, jax.random.key(1)) if variant.differentiated else {}
-    return *qkv, *(extra[name] for name in variant.differentiated), do
-
-
 # Rows and options hold functions without a name, so processes are sent their names.
 ROWS = {label(row): row for option in OPTIONS for row in option.rows}
 BY_NAME = {option.name: option for option in OPTIONS}
@@ -242,26 +185,12 @@ def export(row_name: str, option_name: str) -> tracing.Programs:
         module = importlib.import_module(f"flash_pallas.backends.hopper.{option.module}")
         with mock.patch.multiple(module, **option.off):
             jax.clear_caches()  # whose keys do not have these constants
-            traced = traced_with(row, None)
+            traced = feature_programs.export(*row, backend="hopper")
         jax.clear_caches()
         return traced
     if option is not None:
         blocks = {option.kernel: option.off}
-    return traced_with(row, blocks)
-
-
-def traced_with(row: Row, blocks: dict[str, Any] | None) -> tracing.Programs:
-    """Traces the programs of a call with these blocks."""
-    sizes, variant = row
-    fixed = {} if variant.differentiated else variant.make(sizes, jax.random.key(1))
-    static = dict(variant.static) | {"backend": "hopper", "blocks": blocks}
-
-    def run(q, k, v, *wanted):
-        named = dict(zip(variant.differentiated, wanted, strict=True))
-        return variant.function(q, k, v, **static, **fixed, **named)
-
-    like = jax.eval_shape(lambda: inputs_of(row))
-    return tracing.export(tracing.Attention(run), like)
+    return feature_programs.export(*row, backend="hopper", blocks=blocks)
 
 
 def compiled(rows: dict[str, list[Option]], workers: int) -> dict[str, dict[str, Any]]:
@@ -287,7 +216,7 @@ def compiled(rows: dict[str, list[Option]], workers: int) -> dict[str, dict[str,
 
 def compare(row: str, options: list[Option], made, timer, arguments) -> list[dict[str, Any]]:
     """Returns a row of results for each option of a call."""
-    inputs = inputs_of(ROWS[row])
+    inputs = feature_programs.inputs_of(*ROWS[row])
     runners = {name: make(inputs) for name, make in made.items()}
     found = []
     for direction in ("forward", "backward"):
@@ -306,7 +235,8 @@ def compare(row: str, options: list[Option], made, timer, arguments) -> list[dic
             ms = statistics.median(x.ms for x in samples[""])
             found.append(
                 {
-                    "option": option.name,
+                    "kernel": option.kernel,
+                    "off": option.off,
                     "row": row,
                     "direction": direction,
                     "ms": ms,

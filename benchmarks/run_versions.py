@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import importlib
 import itertools
 import json
@@ -30,7 +29,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import features, gate, programs, providers, results, steps, suites, timing, tracing
+from . import (
+    feature_programs,
+    features,
+    gate,
+    providers,
+    results,
+    steps,
+    suites,
+    timing,
+    tracing,
+)
 from .run import DIRECTIONS, probes
 
 
@@ -114,33 +123,38 @@ def feature_calls(texts: list[str]) -> dict[str, FeatureCall]:
     return {name: call for name, call in named.items() if any(text in name for text in texts)}
 
 
-def compiled_call(call: FeatureCall, package: str, backend: str) -> programs.Program:
-    """Compiles one version's programs of a call."""
-    group, variant = call
-    function = getattr(importlib.import_module(package), variant.function.__name__)
-    attention = dataclasses.replace(variant, function=function).attention(backend)
-    *qkv, do = group.sizes.arrays()
-    extra = variant.make(group.sizes, jax.random.key(1))
-    return programs.compile_jax(attention, (*qkv, extra), do, variant.differentiated)
+def export_call(name: str, package: str, backend: str) -> tracing.Programs:
+    """Traces one version's programs of a call, in a worker process."""
+    group, variant = feature_calls([name])[name]
+    return feature_programs.export(group.sizes, variant, package, backend=backend)
 
 
 def compare_features(arguments, timer: timing.Timer):
-    """Yields the rows of each call; `arguments.ahead` of them are compiled side by side."""
-    for chunk in itertools.batched(feature_calls(arguments.features).items(), arguments.ahead):
-        made: dict[str, dict[str, programs.Program]] = {name: {} for name, _ in chunk}
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            jobs = {
-                (name, package): pool.submit(compiled_call, call, package, arguments.backend)
-                for (name, call), package in itertools.product(chunk, arguments.packages)
-            }
-        for (name, package), job in jobs.items():
-            if error := job.exception():  # An earlier version may not have this feature.
-                print(f"{name}: {package}: {steps.reason(error)}", flush=True)
-            else:
-                made[name][package] = job.result()
-        for name, runners in made.items():
-            if len(runners) > 1:
-                yield timed(runners, name, timer, arguments)
+    """Yields the rows of each call, all of which are compiled first."""
+    calls, apart = feature_calls(arguments.features), multiprocessing.get_context("spawn")
+    finish = lambda job: tracing.compiled(tracing.lower_exported(job.result()))
+    made: dict[str, dict[str, Any]] = {name: {} for name in calls}
+    processes: concurrent.futures.Executor = concurrent.futures.ThreadPoolExecutor(1)
+    if arguments.workers:
+        processes = concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=apart)
+    with processes:
+        traced = {
+            (name, package): processes.submit(export_call, name, package, arguments.backend)
+            for name, package in itertools.product(calls, arguments.packages)
+        }
+        with concurrent.futures.ThreadPoolExecutor(2 * arguments.workers or 1) as pool:
+            jobs = {key: pool.submit(finish, job) for key, job in traced.items()}
+    for (name, package), job in jobs.items():
+        if error := job.exception():  # An earlier version may not have this feature.
+            print(f"{name}: {package}: {steps.reason(error)}", flush=True)
+        else:
+            made[name][package] = job.result()
+    for name, makers in made.items():
+        if len(makers) > 1:
+            group, variant = calls[name]
+            inputs = feature_programs.inputs_of(group.sizes, variant)
+            runners = {package: make(inputs) for package, make in makers.items()}
+            yield timed(runners, name, timer, arguments)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -160,7 +174,6 @@ def main() -> None:
     parser.add_argument("--call", type=json.loads, default={}, help='as {"softcap": 50.0}')
     parser.add_argument("--blocks", nargs="+", default=[], metavar="NAME=JSON", help="tile sizes")
     parser.add_argument("--features", nargs="+", default=[], metavar="TEXT", help="not a suite")
-    parser.add_argument("--ahead", type=int, default=3, help="of --features, compiled at one time")
     parser.add_argument("--suite", default="h200", choices=sorted(suites.SUITES))
     parser.add_argument("--only", default="", help="cells whose label contains this")
     parser.add_argument("--rounds", type=int, default=24)

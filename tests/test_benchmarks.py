@@ -82,7 +82,7 @@ def test_calls_of_features_are_compared(monkeypatch):
     monkeypatch.setitem(sys.modules, "earlier", earlier)
     monkeypatch.setitem(sys.modules, "copy_of_it", flash_pallas)
     packages = ["earlier", "copy_of_it", "flash_pallas"]
-    asked = {"features": ["small"], "backend": "xla", "packages": packages, "ahead": 2}
+    asked = {"features": ["small"], "backend": "xla", "packages": packages, "workers": 0}
     asked = argparse.Namespace(rounds=2, reading_ms=1.0, **asked)
     found = {}
     for rows in run_versions.compare_features(asked, timing.HostTimer()):
