@@ -147,11 +147,6 @@ OPTIONS = tuple(
         ),
         ("paired", {"stagger": False}, _of(4, 4096, 8, 256, FULL) + _of(4, 4096, 16, 192, FULL)),
         (
-            "paired",
-            {"early_dq": False},
-            _of(4, 4096, 16, 192, FULL, CAUSAL) + _of(16, 1024, 16, 192, FULL, CAUSAL),
-        ),
-        (
             "forward",
             {"lazy_rescale": 0.0},
             _of(4, 4096, 8, 256, FULL, CAUSAL) + _of(1, 16384, 8, 256, FULL, CAUSAL),

@@ -312,8 +312,7 @@ def _several_tiles(name: str, **fields) -> Case:
 
 # With what the paired backward can be asked to do.
 PAIRED_BLOCKS = (
-    (_several_tiles("paired_early_dq", H=256, causal=True), {"early_dq": True}),
-    (_several_tiles("paired_late_dq", H=192, dropout_rate=0.2), {"early_dq": False}),
+    (_several_tiles("paired_dropout", H=192, dropout_rate=0.2), {}),
     (
         _several_tiles("paired_staggered", H=192, window=(90, 0)),
         {"mask_all": True, "stagger": True},

@@ -591,8 +591,6 @@ _PAIRED = (
     {"mask_all": True},
     {"mask_all": False, "stagger": False},
     {"mask_all": True, "stagger": True},
-    {"early_dq": True},
-    {"early_dq": False},
     {"stages": 3},
     {"do_stages": 1},
 )

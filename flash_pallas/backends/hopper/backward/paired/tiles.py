@@ -34,14 +34,12 @@ class PairedBlocks:
         stages, do_stages: tiles of Q and of dO in flight.
         mask_all: one loop masks every tile, if the mask hides anything. Causal CTAs may store dQ.
         stagger: the pairs of a head start at different tiles; takes mask_all.
-        early_dq: warpgroup 1 issues its part of dQ behind dP^T, not behind dS^T.
     """
 
     stages: int = 2
     do_stages: int = 2
     mask_all: bool = False
     stagger: bool = False
-    early_dq: bool = False
 
     block_q, block_kv = WARPGROUP_ROWS, PAIR * WARPGROUP_ROWS
     producer = True
@@ -201,10 +199,10 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     """Returns the tiles of a problem; None if the kernel does not run it.
 
     bf16, H200, against the two deterministic kernels in the same process, full and causal:
-    4,4k,16,192 1.22 and 1.07 (without early_dq 1.15 and 1.09), 1,16k,16,192 1.16 and 1.10;
-    4,4k,8,256 1.01 to 1.06 and 1.01, 1,16k,8,256 1.10 to 1.14 and 1.06 (with early_dq, which spills
-    8 bytes, 1.06 and 1.07). Without a mask, staggered is 1.10 at 16k of 256. One loop where CTAs
-    store dQ: 16,1k,16,192 causal 0.91 of the time, 8,2k 0.95, 4,4k 0.98 (paired_diagonal.json).
+    4,4k,16,192 1.15 and 1.09, 1,16k,16,192 1.12 and 1.11; 4,4k,8,256 1.01 to 1.06 and 1.01,
+    1,16k,8,256 1.10 to 1.14 and 1.06. Without a mask, staggered is 1.10 at 16k of 256. One loop
+    where CTAs store dQ: 16,1k,16,192 causal 0.91 of the time, 8,2k 0.95, 4,4k 0.98
+    (paired_diagonal.json).
 
     Args:
         problem: what is computed, with head dims up to 256.
@@ -215,8 +213,7 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     native = paired_problem(problem)
     whole_tiles = problem.kv_len % PairedBlocks.block_kv == 0 and not problem.is_dynamic
     unmasked = problem.spec.mask.is_trivial and whole_tiles
-    early = native.head_dim == HEAD_DIMS[0]
     one_loop = unmasked or may_store_dq(native)
-    blocks = PairedBlocks(mask_all=one_loop, stagger=unmasked, early_dq=early)
+    blocks = PairedBlocks(mask_all=one_loop, stagger=unmasked)
     choices = blocks, dataclasses.replace(blocks, do_stages=1)
     return next((b for b in choices if fits(paired_scratch(native, b))), None)
