@@ -140,12 +140,7 @@ OPTIONS = tuple(
             },
             _biased(16, 1024, 2048, 4096) + _biased(64, 1024, 2048),
         ),
-        (
-            "paired",
-            {"mask_all": False, "stagger": False},
-            _of(4, 4096, 8, 256, FULL, CAUSAL) + _of(4, 4096, 16, 192, FULL, CAUSAL),
-        ),
-        ("paired", {"stagger": False}, _of(4, 4096, 8, 256, FULL) + _of(4, 4096, 16, 192, FULL)),
+        ("paired", {"stagger": False}, _of(4, 4096, 8, 256, FULL)),
         (
             "forward",
             {"lazy_rescale": 0.0},

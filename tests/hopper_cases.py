@@ -313,11 +313,7 @@ def _several_tiles(name: str, **fields) -> Case:
 # With what the paired backward can be asked to do.
 PAIRED_BLOCKS = (
     (_several_tiles("paired_dropout", H=192, dropout_rate=0.2), {}),
-    (
-        _several_tiles("paired_staggered", H=192, window=(90, 0)),
-        {"mask_all": True, "stagger": True},
-    ),
-    (_several_tiles("paired_one_loop", H=256, causal=True), {"mask_all": True}),
+    (_several_tiles("paired_staggered", H=192, window=(90, 0)), {"stagger": True}),
     (_several_tiles("paired_slots", H=160, Hv=72, causal=True), {"stages": 3, "do_stages": 1}),
 )
 

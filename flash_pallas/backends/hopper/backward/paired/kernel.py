@@ -210,7 +210,7 @@ class PairedKernel(DkvKernel):
             (batch, block),
             self.blocks.block_kv,
             self.blocks.block_q,
-            mask_all=mask_everywhere(self.problem) or self.blocks.mask_all,
+            mask_all=mask_everywhere(self.problem) or self.blocks.stagger or self.stores_dq,
             shift=block if self.blocks.stagger else 0,
         )
 
