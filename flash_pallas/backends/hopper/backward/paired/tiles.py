@@ -32,8 +32,8 @@ class PairedBlocks:
 
     Attributes:
         stages, do_stages: tiles of Q and of dO in flight.
-        stagger: the pairs of a head start at different tiles. One loop then masks every tile, if the
-            mask hides anything, and no CTA stores dQ.
+        stagger: the pairs of a head start at different tiles; then one loop has all tiles, and no
+            CTA stores dQ.
     """
 
     stages: int = 2
