@@ -312,13 +312,8 @@ def _several_tiles(name: str, **fields) -> Case:
 
 # With what the paired backward can be asked to do.
 PAIRED_BLOCKS = (
-    (_several_tiles("paired_early_dq", H=256, causal=True), {"early_dq": True}),
-    (_several_tiles("paired_late_dq", H=192, dropout_rate=0.2), {"early_dq": False}),
-    (
-        _several_tiles("paired_staggered", H=192, window=(90, 0)),
-        {"mask_all": True, "stagger": True},
-    ),
-    (_several_tiles("paired_one_loop", H=256, causal=True), {"mask_all": True}),
+    (_several_tiles("paired_dropout", H=192, dropout_rate=0.2), {}),
+    (_several_tiles("paired_staggered", H=192, window=(90, 0)), {"stagger": True}),
     (_several_tiles("paired_slots", H=160, Hv=72, causal=True), {"stages": 3, "do_stages": 1}),
 )
 
@@ -499,7 +494,10 @@ DIAGONAL_ON_DEVICE = (
     ),
     _case("large_diagonal_64_long", **_LARGE_TRIANGLE | {"T": 2000, "S": 2000, "N": 9, "K": 9}),
     _case(
-        "large_diagonal_128_long", **_LARGE_TRIANGLE | {"T": 4000, "S": 4000, "N": 3, "K": 3}, H=128
+        "large_diagonal_128_long", **_LARGE_TRIANGLE | {"T": 2000, "S": 2000, "N": 9, "K": 9}, H=128
+    ),
+    _case(
+        "large_diagonal_192_long", **_LARGE_TRIANGLE | {"T": 4000, "S": 4000, "N": 3, "K": 3}, H=192
     ),
     _case("large_diagonal_128_far", **_LARGE_TRIANGLE, H=128, magnitude=(0, 6)),
     _case("large_diagonal_192_far", **_LARGE_TRIANGLE, H=192, magnitude=(0, 6)),

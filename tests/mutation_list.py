@@ -19,7 +19,7 @@ _PACKED = "test_hopper_ragged.py::test_steps_read_and_write_packed_rows"
 
 _WIDE = "test_hopper_interpreted.py::test_wide_heads[wide_320_causal]"
 
-_PAIRED = "test_hopper_interpreted.py::test_paired_blocks[paired_late_dq]"
+_PAIRED = "test_hopper_interpreted.py::test_paired_blocks[paired_dropout]"
 
 _DRAFTS = "test_decode_drafts.py::test_"
 

@@ -285,7 +285,6 @@ def test_ping_pong_takes_two_slots(slots):
     ("fields", "message"),
     [
         ({"stages": 1}, "stages of the paired backward is 1: at least 2"),
-        ({"stagger": True}, "stagger of the paired backward is True: only with mask_all"),
         ({"stages": 3}, "bytes of shared memory"),
     ],
 )
@@ -295,6 +294,24 @@ def test_what_pairs_of_ctas_cannot_do(fields, message):
     with pytest.raises(ValueError, match=message):
         backend = HopperBackend(trades_registers=True)
         backend.attention.plan(describe(Operands(x, x, x, None), spec), {"paired": fields})
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "right", "length", "staggered"),
+    [
+        (256, None, 4096, True),
+        (200, None, 4096, True),
+        (192, None, 4096, False),
+        (256, 0, 4096, False),
+        (256, None, 4000, False),
+    ],
+)
+def test_which_pairs_of_ctas_are_staggered(head_dim, right, length, staggered):
+    x = jax.ShapeDtypeStruct((4, length, 8, head_dim), jnp.bfloat16)
+    spec = AttentionSpec(scale=1.0, mask=Mask(right=right))
+    backend = HopperBackend(trades_registers=True)
+    plan = backend.attention.plan(describe(Operands(x, x, x, None), spec))
+    assert plan.backward.stagger == staggered
 
 
 SHAPE = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)

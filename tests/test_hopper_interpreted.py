@@ -86,7 +86,7 @@ def test_fused_blocks(case, blocks):
         checks.assert_matches_oracle(checks.bind(BACKEND, {"fused": blocks}), case)
 
 
-@pytest.mark.thorough(always=["paired_late_dq"])
+@pytest.mark.thorough(always=["paired_dropout"])
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("case", "blocks"), PAIRED_BLOCKS, ids=[case.name for case, _ in PAIRED_BLOCKS]

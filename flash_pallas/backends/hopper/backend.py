@@ -565,11 +565,8 @@ _DQ = (
     {"warpgroups": 1, "block_kv": 64},
 )
 _PAIRED = (
-    {"mask_all": True},
-    {"mask_all": False, "stagger": False},
-    {"mask_all": True, "stagger": True},
-    {"early_dq": True},
-    {"early_dq": False},
+    {"stagger": True},
+    {"stagger": False},
     {"stages": 3},
     {"do_stages": 1},
 )

@@ -210,7 +210,7 @@ class PairedKernel(DkvKernel):
             (batch, block),
             self.blocks.block_kv,
             self.blocks.block_q,
-            mask_all=mask_everywhere(self.problem) or self.blocks.mask_all,
+            mask_all=mask_everywhere(self.problem) or self.blocks.stagger or self.stores_dq,
             shift=block if self.blocks.stagger else 0,
         )
 
@@ -283,15 +283,11 @@ class PairedKernel(DkvKernel):
         cta.exchange.send(n, ds[0])
         if not self.drops_twice:
             cta.q.wait_full(n)
-        if not self.blocks.early_dq:
-            self.issue_dq(cta, n - 1, DK_WARPGROUP)
+        self.issue_dq(cta, n - 1, DK_WARPGROUP)
         self.matmuls.multiply(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
         cta.exchange.release(n - 1)
         return dq
-
-    def issue_behind(self, cta: PairedCta, n) -> int:
-        return self.issue_dq(cta, n - 1, DK_WARPGROUP) if self.blocks.early_dq else 0
 
     def handed(self, cta: PairedCta, n):
         return cta.exchange.probabilities(n).astype(jnp.float32)
@@ -303,8 +299,8 @@ class PairedKernel(DkvKernel):
         columns = dq_columns(self.problem.head_dim, warpgroup)[1]
         return plgpu.ACC((self.blocks.block_q, columns), jnp.float32)
 
-    def issue_dq(self, cta: PairedCta, n, warpgroup: int) -> int:
-        """Issues dQ = dS K of the n-th tile, or of what lies there; returns how many wgmmas."""
+    def issue_dq(self, cta: PairedCta, n, warpgroup: int):
+        """Issues dQ = dS K of the n-th tile, or of what lies there."""
         wait = cta.exchange.wait if warpgroup == DV_WARPGROUP else cta.exchange.receive
         pl.when(n >= 0)(lambda: wait(n))
         first, columns = dq_columns(self.problem.head_dim, warpgroup)
@@ -312,7 +308,6 @@ class PairedKernel(DkvKernel):
         ds_of = lambda rank: cta.smem.ds.at[slot, rank].transpose((1, 0))
         plgpu.wgmma(cta.dq_acc, ds_of(cta.rank), cta.smem.k.at[:, pl.ds(own, columns)])
         plgpu.wgmma(cta.dq_acc, ds_of(1 - cta.rank), cta.smem.k_other.at[:, pl.ds(first, columns)])
-        return 2
 
     def leave_dq(self, cta: PairedCta, n, warpgroup: int, dq):
         """Leaves a warpgroup's part of dQ of the tile before the n-th, to be added.

@@ -32,16 +32,13 @@ class PairedBlocks:
 
     Attributes:
         stages, do_stages: tiles of Q and of dO in flight.
-        mask_all: one loop masks every tile, if the mask hides anything. Causal CTAs may store dQ.
-        stagger: the pairs of a head start at different tiles; takes mask_all.
-        early_dq: warpgroup 1 issues its part of dQ behind dP^T, not behind dS^T.
+        stagger: the pairs of a head start at different tiles; then one loop has all tiles, and no
+            CTA stores dQ.
     """
 
     stages: int = 2
     do_stages: int = 2
-    mask_all: bool = False
     stagger: bool = False
-    early_dq: bool = False
 
     block_q, block_kv = WARPGROUP_ROWS, PAIR * WARPGROUP_ROWS
     producer = True
@@ -50,8 +47,6 @@ class PairedBlocks:
     def __post_init__(self):
         if self.stages == 1:  # Q is released one step late: with one slot the kernel waits forever
             raise ValueError("stages of the paired backward is 1: at least 2")
-        if self.stagger and not self.mask_all:
-            raise ValueError("stagger of the paired backward is True: only with mask_all")
 
     def joined(self, problem: Problem) -> int:
         """Returns the number of blocks of a problem's lists that make one tile of queries."""
@@ -122,15 +117,15 @@ def num_sections(problem: Problem) -> int:
     return pl.cdiv(pairs, dq_sums.pairs_at_once(problem, pairs))
 
 
-def may_store_dq(problem: Problem) -> bool:
-    """Returns whether CTAs with one loop store dQ of the queries at their keys' positions."""
-    num_blocks = pl.cdiv(problem.kv_len, PairedBlocks.block_kv)
-    return dq_sums.allowed(problem, num_blocks, num_sections(problem))
-
-
 def stores_dq(problem: Problem, blocks: PairedBlocks) -> bool:
-    """Returns whether CTAs with these options store dQ; see backward/dq_sums.py."""
-    return blocks.mask_all and not blocks.stagger and may_store_dq(problem)
+    """Returns whether CTAs store dQ of the queries at their keys' positions: backward/dq_sums.py.
+
+    One loop then masks every tile. bf16, H200, causal: 16,1k,16,192 0.91 of the time without, 8,2k
+    0.95, 4,4k 0.98; 16,1k,8,256 0.97, 8,2k 0.98, 4,4k 0.99 (paired_diagonal.json).
+    """
+    num_blocks = pl.cdiv(problem.kv_len, blocks.block_kv)
+    allowed = dq_sums.allowed(problem, num_blocks, num_sections(problem))
+    return allowed and not blocks.stagger
 
 
 def paired_scratch(
@@ -201,10 +196,9 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     """Returns the tiles of a problem; None if the kernel does not run it.
 
     bf16, H200, against the two deterministic kernels in the same process, full and causal:
-    4,4k,16,192 1.22 and 1.07 (without early_dq 1.15 and 1.09), 1,16k,16,192 1.16 and 1.10;
-    4,4k,8,256 1.01 to 1.06 and 1.01, 1,16k,8,256 1.10 to 1.14 and 1.06 (with early_dq, which spills
-    8 bytes, 1.06 and 1.07). Without a mask, staggered is 1.10 at 16k of 256. One loop where CTAs
-    store dQ: 16,1k,16,192 causal 0.91 of the time, 8,2k 0.95, 4,4k 0.98 (paired_diagonal.json).
+    4,4k,16,192 1.15 and 1.09, 1,16k,16,192 1.12 and 1.11; 4,4k,8,256 1.01 to 1.06 and 1.01,
+    1,16k,8,256 1.10 to 1.14 and 1.06. Staggered, where nothing is masked: 4,4k,8,256 1.05 of the
+    speed without, 4,4k,16,192 0.98 (options.json), so not at 192.
 
     Args:
         problem: what is computed, with head dims up to 256.
@@ -215,8 +209,6 @@ def choose_paired(problem: Problem) -> PairedBlocks | None:
     native = paired_problem(problem)
     whole_tiles = problem.kv_len % PairedBlocks.block_kv == 0 and not problem.is_dynamic
     unmasked = problem.spec.mask.is_trivial and whole_tiles
-    early = native.head_dim == HEAD_DIMS[0]
-    one_loop = unmasked or may_store_dq(native)
-    blocks = PairedBlocks(mask_all=one_loop, stagger=unmasked, early_dq=early)
+    blocks = PairedBlocks(stagger=unmasked and native.head_dim == HEAD_DIMS[-1])
     choices = blocks, dataclasses.replace(blocks, do_stages=1)
     return next((b for b in choices if fits(paired_scratch(native, b))), None)

@@ -283,22 +283,13 @@ class DkvKernel:
         delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
         plgpu.wgmma_wait(self.matmuls.count)
         pl.when(n > 0)(lambda: cta.q.release(n - 1))
-        behind = self.issue_behind(cta, n)
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=behind)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         cta.do.release(n)
         delta = lax.broadcast_in_dim(delta, dp.shape, (1,))
         if self.problem.spec.dropout_rate:
             return self.matmuls.split(self.with_dropout(cta, n, dp, delta))
         centred = dp - delta
         return self.matmuls.split(self.handed(cta, n) * centred)
-
-    def issue_behind(self, cta: DkvCta, n) -> int:
-        """Issues what else is multiplied behind dP^T of the n-th tile; returns how many wgmmas.
-
-        Nothing here; backward/paired has dQ.
-        """
-        del cta, n
-        return 0
 
     def handed(self, cta: DkvCta, n):
         """Loads what the other warpgroup's `hand_over` made, as f32, and releases its slot."""
