@@ -79,7 +79,6 @@ _FULL_128 = (
 )
 _FULL_64 = _of(4, 4096, 32, 64, FULL) + _of(16, 1024, 32, 64, FULL)
 _FULL_32 = _of(128, 2048, 4, 32, FULL)
-_PACKED_64 = _of(1, 32768, 32, 64, features.PACKED, features.POSITIONS)
 
 OPTIONS = tuple(
     Option(kernel, off, tuple(rows), *module)
@@ -108,12 +107,11 @@ OPTIONS = tuple(
             + _of(1, 32768, 16, 128, *_LISTED)
             + _biased(64, 1024, 4096),
         ),
-        ("fused", {"polynomials": 0.0}, _PACKED_64 + _of(4, 4096, 32, 64, features.LENGTHS)),
         ("fused", {"mask_all": True}, _of(1, 32768, 16, 128, features.PACKED)),
         ("fused", {"stages": 2, "do_stages": 2}, _FULL_128),
         (
             "fused",
-            {"ping_pong": False, "late_handover": False, "polynomials": 0.0},
+            {"ping_pong": False, "late_handover": False},
             _FULL_128[:1] + _FULL_64[:1] + _of(4, 4096, 32, 64, CAUSAL),
         ),
         ("fused", {"signs": False, "block_q": 64}, _of(4, 4096, 32, 64, features.DROPOUT)),

@@ -567,9 +567,7 @@ _FORWARD = (
     {"packed": False},
 )
 _FUSED = (
-    {"ping_pong": False, "polynomials": 0.0},
-    {"polynomials": 0.0},
-    {"polynomials": 0.25},
+    {"ping_pong": False},
     {"block_q": 64},
     {"block_q": 64, "stages": 4, "do_stages": 4},
     {"stages": 3, "do_stages": 3},

@@ -538,35 +538,6 @@ def weights(
     return run(x, m, *keys)
 
 
-def _powers_body(scale, share, _, x, shift):
-    scale, by_place = f32_constant(scale), {}
-    for row, col, index in _places(x.shape, x.layout):
-        for e in range(2):
-            args = at(x.registers[index], e), scale, arith.negf(at(shift.registers[index], e))
-            by_hand = is_polynomial(col + e, share)
-            by_place[row, col + e] = _exp2_polynomial(*args, False) if by_hand else _exp2(*args)
-    registers = filled(x.shape, x.layout, lambda row, col: by_place[row, col])
-    return fragmented(registers, x.layout)
-
-
-def powers(x, shift, log2_scale: float, share: float, interpret: bool):
-    """Computes 2**(x * log2_scale - shift), f32, some of them by polynomials.
-
-    Args:
-        x: f32 (64, columns) in the WGMMA layout.
-        shift: f32, spread over the tile.
-        log2_scale: a Python float.
-        share: share of the columns that are polynomials.
-        interpret: run by the interpreter.
-    """
-    if interpret:
-        return plain(x * log2_scale - shift, share)
-    run = plgpu.inline_mgpu(
-        arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, WGMMA)
-    )(functools.partial(_powers_body, log2_scale, share))
-    return run(x, shift)
-
-
 def _signed_body(scale, threshold, _, x, shift, row_keys, column_keys):
     # As in inline_modifiers: twice a key of a row moves the field to the top.
     limit = i32_constant(signed_constant(threshold << dropout.FIELD + 1))
