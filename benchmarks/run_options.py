@@ -163,11 +163,6 @@ OPTIONS = tuple(
         ),
         (
             "forward",
-            {"polynomials": 0.0},
-            _of(4, 4096, 16, 128, features.SOFTCAP) + _of(4, 4096, 32, 64, features.SOFTCAP),
-        ),
-        (
-            "forward",
             {"speculates": 0.0},
             _of(4, 4096, 16, 128, FULL, CAUSAL) + _of(4, 4096, 32, 64, FULL, CAUSAL),
         ),

@@ -49,7 +49,6 @@ from .softmax import (
     exact_softmax,
     finish,
     first_softmax,
-    is_bounded,
     joined,
     logits,
     per_row,
@@ -65,6 +64,7 @@ from .tiles import (
     ForwardSmem,
     QTile,
     claims_tiles,
+    is_bounded,
     team_scratch,
 )
 
@@ -284,7 +284,7 @@ def step(cta: ForwardCta, tile: QTile, o_acc, j, rows: ForwardRows, *, edges: st
     s = matmuls(cta, cta.smem.q.at[cta.wg], use, rows.p, o_acc)  # issues (1), (2); waits for (1)
     z = logits(cta, tile, s, j, edges, use)  # scaled, modified and masked; releases K
     # Each of these computes P and its row sums, waits for (2), releases V and rescales O and l.
-    if is_bounded(cta.plan):
+    if is_bounded(cta.plan.problem):
         return bounded_softmax(cta, tile, z, rows, use, o_acc)
     if cta.plan.blocks.speculates:
         return speculative_softmax(cta, tile, z, rows, use, o_acc)
