@@ -176,7 +176,6 @@ OPTIONS = tuple(
             + _biased(64, 1024),
             "common.far_rows",
         ),
-        ("forward", {"ENOUGH": 2**31}, _of(4, 4096, 32, 64, FULL), "common.far_rows"),
         (
             "fused",
             {"MOST_BLOCKS": 0, "MOST_BLOCKS_64": 0},  # CTAs add all of dQ, and store none

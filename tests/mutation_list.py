@@ -378,9 +378,6 @@ SHARED_AND_HOPPER = (
              "* self.columns // own", "* self.columns // 64",
              "test_hopper_ptx.py::test_every_number_of_eight_bits_is_widened"
              "[64-128-64-64-bfloat16-None]"),
-    Mutation("far rows, forward", "backends/hopper/forward/kernel.py",
-             "functools.reduce(lax.max, flags) > 0", "functools.reduce(lax.max, flags) > 1",
-             "test_large_logits.py::test_hopper_kernels[far_entries_float16]"),
     Mutation("far rows, backward", "backends/hopper/backward/fused/launches.py",
              "lax.select(far > 0, blocks", "lax.select(far < 0, blocks",
              "test_large_logits.py::test_hopper_kernels[far_entries_float16]"),

@@ -26,7 +26,6 @@ from .inline import (
     assembly,
     at,
     coordinates,
-    elements,
     f32_constant,
     filled,
     fragmented,
@@ -220,29 +219,6 @@ def some_far(m, top, far: float, interpret: bool):
     return vote(m, top)
 
 
-def tell_far(ref, m, l, far: float, interpret: bool):
-    """Writes 1 to `ref` if some row was computed without the shift that it needs.
-
-    Args:
-        ref: int32[1] in device memory.
-        m: f32[rows], maxima in base 2; at most LOWEST in a row without a key.
-        l: f32[rows, 8], sums of weights. NaN or infinite where an earlier maximum was far.
-        far: see core.softmax.far.
-        interpret: run by the interpreter.
-    """
-    if interpret:
-        some = ((jnp.abs(m) > far) & (m > LOWEST)).any() | (~(l < jnp.inf)).any()
-        ref[...] = lax.max(ref[...], jnp.full((1,), some.astype(jnp.int32)))
-        return
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.ROWS, inline.WGMMA))
-    run(functools.partial(_tell_far_body, far))(ref, m, l)
-
-
-def spoiled(alpha, m, far: float):
-    """Returns alpha; NaN in rows whose sums so far are relative to a maximum m that was far."""
-    return jnp.where((jnp.abs(m) > far) & (m > LOWEST), math.nan, alpha)
-
-
 def less_shift(x, shift, first, q_axis: int, interpret: bool):
     """Subtracts from x the shift of its queries, which is read as it is subtracted.
 
@@ -309,25 +285,6 @@ def _shared_by_quads(load, columns):
             code = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
             by_column[columns[i]] = [assembly(x.type, code, x, source) for x in own]
     return by_column
-
-
-def _tell_far_body(far, _, ref, m, l):
-    kinds, bits = arith.CmpFPredicate, []
-    for register in m.registers.flat:
-        large = arith.cmpf(kinds.OGT, mlir_math.absf(at(register, 0)), f32_constant(far))
-        seen = arith.cmpf(kinds.OGT, at(register, 0), f32_constant(LOWEST))
-        bits.append(arith.andi(large, seen))
-    for register in l.registers.flat:
-        for e in range(elements(register)):
-            bits.append(arith.cmpf(kinds.UGE, at(register, e), f32_constant(math.inf)))
-    pointer = mgpu.utils.memref_ptr(ref)
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        [arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, bits)), pointer],
-        "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.b32 [$1], 1; }",
-        "r,l",
-        has_side_effects=True,
-    )
 
 
 def _some_far_body(far, _, m, top):

@@ -25,7 +25,6 @@ from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.ptx import inline, online_softmax, softcap
 from ...gpu.ptx.online_softmax import Drop, Maxima
 from ...gpu.ptx.softcap import Cap
-from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
 from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile, is_bounded
 
@@ -64,8 +63,6 @@ def speculative_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRo
         )
         x = z.x if shift is None else z.x - per_row(shift, z.x.shape)
         alpha = jnp.exp2(before - m)
-        if plan.part is Part.NEAR:
-            alpha = online_softmax.spoiled(alpha, before, plan.limit)
         p, sums = weights(cta, tile, z._replace(x=x), m, plan.problem.dtype)
         l = rows.l * per_row(alpha, sums.shape) + sums
         return o * per_row(alpha, o.shape), ForwardRows(p, maxima, l)

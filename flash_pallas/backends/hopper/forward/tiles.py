@@ -29,7 +29,6 @@ from ..common.auxiliary_inputs import (
     modifiers,
     wants_narrow_tiles,
 )
-from ..common.far_rows import Part
 from ..common.pipeline import Padding, Ring, fits, loader, row_buffer, rows_of
 from ..common.tile_lists import TileList, largest
 from ..common.wgmma import Matmuls
@@ -469,14 +468,12 @@ class ForwardPlan:
         blocks: tile sizes, with the options that the problem can have.
         scheduler: the Q tiles of each CTA.
         interpret: run by the interpreter.
-        part: the rows that are computed.
     """
 
     problem: Problem
     blocks: ForwardBlocks
     scheduler: TileScheduler
     interpret: bool
-    part: Part = Part.ALL
 
     @functools.cached_property
     def aux(self) -> AuxiliaryInputs:
@@ -504,14 +501,9 @@ class ForwardPlan:
         return self.problem.is_dynamic
 
     @functools.cached_property
-    def limit(self) -> float:
+    def far(self) -> float:
         """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
         return far_of(self.problem.spec, self.problem.dtype)
-
-    @property
-    def far(self) -> float:
-        """Magnitude of logits (base 2) beyond which this launch shifts rows; 0: it shifts none."""
-        return 0.0 if self.part is Part.NEAR else self.limit
 
     @property
     def keeps_shift(self) -> bool:
@@ -633,8 +625,6 @@ class ForwardCta:
         gmem: operands in device memory.
         out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], a result of
             common/wgmma.py, the others f32[B, N, rows] or None.
-        left: int32[CTAs, warpgroups, 1] in device memory, not 0 where a warpgroup of Part.NEAR has
-            left rows to Part.FAR; None unless there are both.
         smem: shared memory and barriers.
         k, v: the rings of K and V.
         index: index of the CTA.
@@ -645,7 +635,6 @@ class ForwardCta:
     plan: ForwardPlan
     gmem: ForwardGmem
     out: Outputs
-    left: Any
     smem: ForwardSmem
     k: Ring
     v: Ring
