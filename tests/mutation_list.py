@@ -332,7 +332,7 @@ SHARED_AND_HOPPER = (
     Mutation("dQ at the diagonal, far rows", "backends/hopper/backward/fused/kernel.py",
              "put_dq_tiles(cta, zero, total, None)\n            plgpu",
              "put_dq_tiles(cta, zero, total)\n            plgpu",
-             "test_hopper_interpreted.py::test_dq_is_stored_at_the_diagonal[diagonal_128_far]"),
+             "test_hopper_interpreted.py::test_dq_is_stored_at_the_diagonal[diagonal_far_sinks]"),
     Mutation("dQ at the diagonal of pairs, words", "backends/hopper/backward/paired/kernel.py",
              "pair * PAIR + unknown(cta.rank)", "pair * PAIR",
              "test_hopper_interpreted.py::test_dq_is_stored_at_the_diagonal[diagonal_192]"),
