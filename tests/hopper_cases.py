@@ -267,6 +267,9 @@ MAXIMA = (
     _small("jump_window", maxima="jump", T=300, S=400, N=1, window=(220, 0), q_offset=100),
     _small("apart_256", maxima="apart", S=392, N=1, H=256),
     _small("wide_causal_float16", maxima="wide", T=300, S=300, N=1, causal=True, dtype="float16"),
+    _small("rising_softcap_float16", maxima="rising", softcap=200.0, S=392, N=1, dtype="float16"),
+    _small("wide_softcap_dropout", maxima="wide", softcap=100.0, dropout_rate=0.3, T=300, S=300,
+           N=1, causal=True),
 )  # fmt: skip
 
 # With what the forward chooses at lengths that are too much for the interpreter.

@@ -70,8 +70,8 @@ DECODES = (
     "shared_latent",
 )
 
-HOPPER = """forward forward_far backward_fused backward_fused_far backward_paired zeros backward_dkv
-backward_dq backward_scores_tile backward_scores_rows backward_scores_columns forward_wide
+HOPPER = """forward backward_fused backward_fused_far backward_paired zeros backward_dkv backward_dq
+backward_scores_tile backward_scores_rows backward_scores_columns forward_wide
 backward_wide_dkv backward_wide_dq jvp tangents backward_push_kv backward_push_q decode
 decode_combine decode_join decode_latent ragged"""
 PORTABLE = """forward fused narrow dkv dk dv dq scores_tile scores_rows scores_columns tangents

@@ -124,7 +124,7 @@ def test_sections_of_heads_and_batch(monkeypatch):
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
 
 
-@pytest.mark.thorough(always=["diagonal_64", "diagonal_128_far"])
+@pytest.mark.thorough(always=["diagonal_64", "diagonal_far_sinks"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", DIAGONAL, ids=str)
 def test_dq_is_stored_at_the_diagonal(monkeypatch, case):

@@ -451,7 +451,7 @@ def test_launches_for_far_rows_lower_where_axes_are_taken(eight_devices, around,
     sharding = NamedSharding(mesh, spec)
     x = jax.ShapeDtypeStruct((*shape, 16384, 4, 64), jnp.bfloat16, sharding=sharding)
     text = lowered_for_hopper(attend, x, x, x)
-    assert "flash_pallas_forward_far" in text and "flash_pallas_backward_fused_far" in text
+    assert "flash_pallas_backward_fused_far" in text
 
 
 def collectives(text: str) -> list[tuple[str, str]]:

@@ -40,6 +40,15 @@ def test_half_precision_speculates(head_dims):
     assert _blocks(H=H, Hv=Hv, dtype="float16").speculates == MOST_HALF
 
 
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [({"softcap": 100.0}, SPECULATES), ({"softcap": 5.0, "dtype": "float16"}, MOST_HALF)],
+    ids=str,
+)
+def test_capped_logits_whose_weights_may_overflow_speculate(fields, limit):
+    assert _blocks(**fields).speculates == limit
+
+
 def test_limits_keep_weights_and_their_sums_finite():
     """Checks float16 weights, and float32 rows of a million keys with values of 2**80."""
     assert np.finfo(np.float16).max >= 2.0 ** (MOST_HALF + 1)
@@ -53,7 +62,6 @@ def test_limits_keep_weights_and_their_sums_finite():
         {"dtype": "float32"},
         {"max_logit": True},
         {"softcap": 5.0},
-        {"softcap": 100.0},
     ],
     ids=str,
 )
@@ -109,7 +117,10 @@ def _wrong_guesses(case: Case, block_kv: int):
     """Returns bool[steps after the first, rows], ignoring whatever hides keys."""
     x = case.inputs()
     q, k = (np.asarray(a, np.float64)[0, :, 0] for a in (x.q, x.k))
-    logits = q @ k.T * (case.H**-0.5 * np.log2(np.e))
+    logits = q @ k.T * case.H**-0.5
+    if case.softcap is not None:
+        logits = np.tanh(logits / case.softcap) * case.softcap
+    logits *= np.log2(np.e)
     stops = range(-(-case.S // block_kv) * block_kv, 0, -block_kv)
     most = np.array([logits[:, stop - block_kv : stop].max(axis=1) for stop in stops])
     seen = np.maximum.accumulate(most, axis=0)

@@ -245,7 +245,6 @@ def weights(
     inputs: TileInputs,
     limits: Limits,
     *,
-    polynomials: float = 0.0,
     marks: bool = False,
 ) -> Weights:
     """Recomputes P of a tile.
@@ -257,7 +256,6 @@ def weights(
         lse: log-sum-exp of each query, base 2.
         inputs: inputs of score modifiers.
         limits: what positions leave visible of the tile.
-        polynomials: share of the exponentials that the multiply-add units compute.
         marks: the caller accepts `marked` weights.
     """
     spec, marked, capped = problem.spec, False, None
@@ -270,7 +268,7 @@ def weights(
     x, log2_scale, pull = logits(spec, tile, s, inputs, limits)
     x = x if inputs.shift is None else inputs.shift(tile, x)
     rows = tile.per_q(lse)
-    p = _powers(tile, x, log2_scale, rows, polynomials)
+    p = jnp.exp2(x * log2_scale - rows)
     if problem.bias_shape is not None:
         # The bias of padding may be a NaN, or more than EMPTY_ROW. Hidden keys are -inf by now;
         # discarded queries and those past the last are not, and what is linear in P passes on a 0
@@ -282,12 +280,6 @@ def weights(
             pull = _zero_where_hidden(p, pull, marked)
     kept = scores.kept(spec, tile, inputs) if spec.dropout_rate else None
     return Weights(p, kept, pull, marked, tile.interpret, capped)
-
-
-def _powers(tile: RegisterTile, x, log2_scale: float, shift, polynomials: float):
-    if not polynomials:
-        return jnp.exp2(x * log2_scale - shift)
-    return online_softmax.powers(x, shift, log2_scale, polynomials, tile.interpret)
 
 
 def may_sign(problem: Problem) -> bool:
@@ -352,10 +344,10 @@ def capped(problem: Problem, tile: RegisterTile, s, inputs: TileInputs, limits: 
     return over_cap.x, over_cap.log2_scale
 
 
-def of_capped(tile: RegisterTile, held, lse, dp, delta, *, polynomials: float = 0.0):
+def of_capped(held, lse, dp, delta):
     """Returns (P, gradient of scale * q @ k^T) from `capped`; lse and delta are per element."""
     t, log2_scale = held
-    p = _powers(tile, t, log2_scale, lse, polynomials)
+    p = jnp.exp2(t * log2_scale - lse)
     return p, p * (1.0 - t * t) * (dp - delta)
 
 

@@ -26,7 +26,6 @@ from .inline import (
     assembly,
     at,
     coordinates,
-    elements,
     f32_constant,
     filled,
     fragmented,
@@ -220,29 +219,6 @@ def some_far(m, top, far: float, interpret: bool):
     return vote(m, top)
 
 
-def tell_far(ref, m, l, far: float, interpret: bool):
-    """Writes 1 to `ref` if some row was computed without the shift that it needs.
-
-    Args:
-        ref: int32[1] in device memory.
-        m: f32[rows], maxima in base 2; at most LOWEST in a row without a key.
-        l: f32[rows, 8], sums of weights. NaN or infinite where an earlier maximum was far.
-        far: see core.softmax.far.
-        interpret: run by the interpreter.
-    """
-    if interpret:
-        some = ((jnp.abs(m) > far) & (m > LOWEST)).any() | (~(l < jnp.inf)).any()
-        ref[...] = lax.max(ref[...], jnp.full((1,), some.astype(jnp.int32)))
-        return
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), inline.ROWS, inline.WGMMA))
-    run(functools.partial(_tell_far_body, far))(ref, m, l)
-
-
-def spoiled(alpha, m, far: float):
-    """Returns alpha; NaN in rows whose sums so far are relative to a maximum m that was far."""
-    return jnp.where((jnp.abs(m) > far) & (m > LOWEST), math.nan, alpha)
-
-
 def less_shift(x, shift, first, q_axis: int, interpret: bool):
     """Subtracts from x the shift of its queries, which is read as it is subtracted.
 
@@ -311,25 +287,6 @@ def _shared_by_quads(load, columns):
     return by_column
 
 
-def _tell_far_body(far, _, ref, m, l):
-    kinds, bits = arith.CmpFPredicate, []
-    for register in m.registers.flat:
-        large = arith.cmpf(kinds.OGT, mlir_math.absf(at(register, 0)), f32_constant(far))
-        seen = arith.cmpf(kinds.OGT, at(register, 0), f32_constant(LOWEST))
-        bits.append(arith.andi(large, seen))
-    for register in l.registers.flat:
-        for e in range(elements(register)):
-            bits.append(arith.cmpf(kinds.UGE, at(register, e), f32_constant(math.inf)))
-    pointer = mgpu.utils.memref_ptr(ref)
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        [arith.extui(ir.IntegerType.get_signless(32), functools.reduce(arith.ori, bits)), pointer],
-        "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.b32 [$1], 1; }",
-        "r,l",
-        has_side_effects=True,
-    )
-
-
 def _some_far_body(far, _, m, top):
     some = None
     compare, kinds = arith.cmpf, arith.CmpFPredicate
@@ -347,22 +304,8 @@ def _some_far_body(far, _, m, top):
 # --- Weights: exponentials, row sums, dropout and conversion in one pass --------------------------
 # The special function unit takes eight cycles for the exponentials of a warp. Other work overlapped
 # with them is free, but only if it is interleaved in the code: ptxas leaves what comes after all
-# exponentials there. So one function writes exponentials, polynomials, products of dropout and
-# conversions in turns.
-
-# 2**f for f in [-1/2, 1/2] with a relative error of 2.7e-6; the constant term first.
-POLYNOMIAL = (
-    0.9999992847442627,
-    0.6931217908859253,
-    0.240247443318367,
-    0.05591785907745361,
-    0.009570101276040077,
-)
-# A float32 of which this is a summand ends in the bits of round(the rest) + 127: moved up by 23
-# they are the float32 2**round(the rest).
-MAGIC = 1.5 * 2**23 + 127
-LOWEST_POWER = -127.0  # its power is 0
-UNIT = 16  # shares of polynomials are multiples of 1 / UNIT
+# exponentials there. So one function writes exponentials, products of dropout and conversions in
+# turns.
 
 
 class Drop(NamedTuple):
@@ -378,50 +321,8 @@ class Drop(NamedTuple):
     threshold: int
 
 
-def is_polynomial(column, share: float):
-    """Returns whether elements of a column are polynomials, evenly spread over a thread's own."""
-    number, many = column // LANE_COLS * 2 + column % 2, round(share * UNIT)
-    return (number + 1) * many // UNIT > number * many // UNIT
-
-
-def exp2_polynomial(x):
-    """Computes 2**x in float32 without the special function unit: x <= 127; 0 from -127 down."""
-    x = jnp.maximum(x, LOWEST_POWER)
-    rounded = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-    f = x - rounded
-    total = jnp.full_like(f, POLYNOMIAL[-1])
-    for coefficient in POLYNOMIAL[-2::-1]:
-        total = total * f + coefficient
-    exponent = lax.convert_element_type(rounded, jnp.int32) + 127
-    return total * lax.bitcast_convert_type(exponent << 23, jnp.float32)
-
-
-def plain(x, polynomials: float):
-    """Computes 2**x of a tile in the way of `weights`, for the interpreter."""
-    column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.where(is_polynomial(column, polynomials), exp2_polynomial(x), jnp.exp2(x))
-
-
 def _exp2(x, scale, shift):
     return assembly(x.type, "ex2.approx.ftz.f32 $0, $1;", mlir_math.fma(x, scale, shift))
-
-
-def _exp2_polynomial(x, scale, shift, bounded: bool):
-    """Computes exp2_polynomial of x * scale + shift; shift is 0 if `bounded`."""
-    f32, magic = ir.F32Type.get(), f32_constant(MAGIC)
-    if bounded:  # one instruction fewer than below, and no maximum
-        rounded = mlir_math.fma(x, scale, magic)
-        f = mlir_math.fma(x, scale, arith.subf(magic, rounded))
-    else:
-        x = mlir_math.fma(x, scale, shift)
-        x = assembly(f32, "max.NaN.f32 $0, $1, $2;", x, f32_constant(LOWEST_POWER))
-        rounded = arith.addf(x, magic)
-        f = arith.subf(x, arith.subf(rounded, magic))
-    total = f32_constant(POLYNOMIAL[-1])
-    for coefficient in POLYNOMIAL[-2::-1]:
-        total = mlir_math.fma(total, f, f32_constant(coefficient))
-    power = arith.shli(arith.bitcast(ir.IntegerType.get_signless(32), rounded), i32_constant(23))
-    return arith.mulf(total, arith.bitcast(f32, power))
 
 
 def _after(x, word):
@@ -472,21 +373,17 @@ def _converted(dtype, low, high):
     return assembly(ir.IntegerType.get_signless(32), code, high, low)
 
 
-def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
-    (polynomials, bounded), scale, sums, words = shares, f32_constant(scale), {}, []
+def _weights_body(scale, cap, dtype, threshold, _, x, m, *keys):
+    scale, sums, words = f32_constant(scale), {}, []
     registers = np.empty(x.registers.shape, dtype=object)
-    for row, col, index in _places(x.shape, x.layout):
+    for row, _, index in _places(x.shape, x.layout):
         shift = arith.negf(at(m.registers[index], 0))
         if keys and len(words) >= _AHEAD:
             shift = _after(shift, words[-_AHEAD])
         p = []
         for e in range(2):
             logit = at(x.registers[index], e)
-            args = logit if cap is None else cap.element(logit), scale, shift
-            if is_polynomial(col + e, polynomials):
-                p.append(_exp2_polynomial(*args, bounded))
-            else:
-                p.append(_exp2(*args))
+            p.append(_exp2(logit if cap is None else cap.element(logit), scale, shift))
             place = row, e
             sums[place] = arith.addf(sums[place], p[e]) if place in sums else p[e]
         if dtype == jnp.float32:
@@ -502,28 +399,15 @@ def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
     return fragmented(registers, x.layout), fragmented(lanes, x.layout)
 
 
-def weights(
-    x,
-    m,
-    log2_scale: float,
-    drop: Drop | None,
-    dtype,
-    *,
-    polynomials: float,
-    bounded: bool,
-    cap: Cap | None = None,
-):
+def weights(x, m, log2_scale: float, drop: Drop | None, dtype, cap: Cap | None = None):
     """Computes (p in dtype, 0 where dropped; row sums of all of p, per thread) of a tile of logits.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
-        m: f32, spread over the tile: p is 2**(x * log2_scale - m). 0 if `bounded`.
+        m: f32, spread over the tile: p is 2**(x * log2_scale - m).
         log2_scale: a Python float. With a cap, that of the cap.
         drop: None without dropout, and in float32.
         dtype: bfloat16, float16 or float32.
-        polynomials: share of the exponentials computed by multiply-add units, not the special
-            function unit.
-        bounded: all exponents lie between -126 and 127, as none is hidden and logits are capped.
         cap: softcap of logits to which it has not been applied yet, or None.
     """
     keys = () if drop is None else (drop.q_keys, drop.kv_keys)
@@ -534,37 +418,8 @@ def weights(
             plgpu.ShapeDtypeStruct(x.shape, dtype, WGMMA),
             plgpu.ShapeDtypeStruct((x.shape[0], LANE_COLS), jnp.float32, WGMMA),
         ),
-    )(functools.partial(_weights_body, log2_scale, (polynomials, bounded), cap, dtype, threshold))
+    )(functools.partial(_weights_body, log2_scale, cap, dtype, threshold))
     return run(x, m, *keys)
-
-
-def _powers_body(scale, share, _, x, shift):
-    scale, by_place = f32_constant(scale), {}
-    for row, col, index in _places(x.shape, x.layout):
-        for e in range(2):
-            args = at(x.registers[index], e), scale, arith.negf(at(shift.registers[index], e))
-            by_hand = is_polynomial(col + e, share)
-            by_place[row, col + e] = _exp2_polynomial(*args, False) if by_hand else _exp2(*args)
-    registers = filled(x.shape, x.layout, lambda row, col: by_place[row, col])
-    return fragmented(registers, x.layout)
-
-
-def powers(x, shift, log2_scale: float, share: float, interpret: bool):
-    """Computes 2**(x * log2_scale - shift), f32, some of them by polynomials.
-
-    Args:
-        x: f32 (64, columns) in the WGMMA layout.
-        shift: f32, spread over the tile.
-        log2_scale: a Python float.
-        share: share of the columns that are polynomials.
-        interpret: run by the interpreter.
-    """
-    if interpret:
-        return plain(x * log2_scale - shift, share)
-    run = plgpu.inline_mgpu(
-        arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, WGMMA)
-    )(functools.partial(_powers_body, log2_scale, share))
-    return run(x, shift)
 
 
 def _signed_body(scale, threshold, _, x, shift, row_keys, column_keys):

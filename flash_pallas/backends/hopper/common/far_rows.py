@@ -1,12 +1,12 @@
-"""Calls whose rows with large logits are computed by a launch of their own.
+"""Calls whose rows with large logits are computed by a launch of their own, in the fused backward.
 
 Most kernels have code for such rows (core/softmax.py) next to the code for all others. Hardly any
-call ever runs it, but in some kernels it makes the other code slower: the forward of head dim 64
-without a mask by 2.4 %, the causal backward of 64 by 5.9 % and of 128 by 2.0 % (H100, T=4096;
-benchmarks/NOTES.md, "Large logits"). There, the kernel that all calls run has none of it. It
-says where it met such rows, and leaves their CTA or their group of heads to a second launch, which
-ends at once where there are none. CTAs that take several heads, in the backward that sums a bias's
-gradient, leave all of a call or nothing.
+call ever runs it, but at head dim 64 it makes the other code slower, by 6.5 % (H200; benchmarks/
+NOTES.md, "Large logits"). There, the kernel that all calls run has none of it. It leaves groups of
+heads that have such rows to a second launch, which ends at once where there are none.
+CTAs that take several heads, where a bias's gradient is summed, leave all of a call or nothing. In
+the forward that code costs 2.3 % at most (H200, 4,4096,32,64 without a mask; options.json), so it
+stays in the kernel, as at other head dims.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Part(enum.Enum):
     """Rows that a launch computes."""
 
     ALL = "all"
-    NEAR = "near"  # rows with small logits; it notes where there were others
-    FAR = "far"  # the rows that NEAR has left
+    NEAR = "near"  # rows of heads without large logits
+    FAR = "far"  # the rows that NEAR leaves
     ALL_IF_NEAR = "all if near"  # none, if some row of the call has large logits
     ALL_IF_FAR = "all if far"  # none, if no row has
 
@@ -36,20 +36,6 @@ class Part(enum.Enum):
 def parts(tiles: int, wanted: bool) -> tuple[Part, ...]:
     """Returns the launches in order: two where they are `wanted` and worth it."""
     return (Part.NEAR, Part.FAR) if wanted and tiles >= ENOUGH else (Part.ALL,)
-
-
-def leaves_in_forward(problem: Problem) -> bool:
-    """Returns whether two launches are possible in the forward and make it faster.
-
-    If causal, the launch costs 1 %. A bias may make every row of a padded batch large, and then
-    everything would be computed twice; in a plain call logits beyond 2^12 come from q and k.
-
-    Args:
-        problem: problem with native head dims.
-    """
-    spec, dims = problem.spec, (problem.head_dim, problem.v_head_dim)
-    plain = not (problem.features or spec.modifiers or spec.max_logit or problem.is_dynamic)
-    return plain and dims == (64, 64) and spec.mask.is_trivial and _may_leave(problem)
 
 
 # Operands that do not make small logits large, and do not decide which Q tiles a KV tile has,
@@ -60,15 +46,15 @@ ALLOWED = {"sinks", "kv_lengths", "alibi_slopes", "dropout_keys", "score_params"
 def leaves_in_backward(problem: Problem) -> bool:
     """Returns whether two launches are possible in the fused backward and make it faster.
 
-    It knows beforehand which rows are far, and computes none of them twice. At head dim 128 without
-    a mask two launches are 2 to 3 % slower; 96 goes with it, untimed.
+    It knows beforehand which rows are far, and computes none of them twice. Speed over that of
+    one launch, H200: 1.065 at head dim 64, but 0.991 at 96 and 0.987 at 128 (options.json).
 
     Args:
         problem: problem with native head dims.
     """
-    masked = not problem.spec.mask.is_trivial
-    gains = problem.head_dim == 64 or (problem.head_dim in (96, 128) and masked)
-    return gains and problem.features <= ALLOWED and _may_leave(problem)
+    few = problem.batch * problem.kv_heads <= MOST_PAIRS
+    near = problem.dtype.itemsize == 2 and bool(far_of(problem.spec, problem.dtype))
+    return problem.head_dim == 64 and problem.features <= ALLOWED and few and near
 
 
 def leaves_calls(problem: Problem, tiles: int) -> bool:
@@ -83,8 +69,3 @@ def leaves_calls(problem: Problem, tiles: int) -> bool:
     """
     far = bool(far_of(problem.spec, problem.dtype))
     return problem.head_dim == 64 and tiles >= ENOUGH and far
-
-
-def _may_leave(problem: Problem) -> bool:
-    few = problem.batch * problem.kv_heads <= MOST_PAIRS
-    return few and problem.dtype.itemsize == 2 and bool(far_of(problem.spec, problem.dtype))

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,9 +38,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ....core import block_lists, bounds, padding
 from ....core.problem import Operands, Outputs, Problem
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
-from ...gpu.ptx import inline, online_softmax
+from ...gpu.ptx import inline
 from ..common.auxiliary_inputs import Place
-from ..common.far_rows import Part, leaves_in_forward, parts
 from ..common.pipeline import Padding, Ring, rows_of
 from .scheduler import TileScheduler, with_counter
 from .softmax import (
@@ -49,7 +47,6 @@ from .softmax import (
     exact_softmax,
     finish,
     first_softmax,
-    is_bounded,
     joined,
     logits,
     per_row,
@@ -65,6 +62,7 @@ from .tiles import (
     ForwardSmem,
     QTile,
     claims_tiles,
+    is_bounded,
     team_scratch,
 )
 
@@ -86,7 +84,6 @@ def forward(
     Returns:
         Outputs: o, a result of common/wgmma.py, is as long as q; others are as long as whole tiles.
     """
-    may_leave = blocks.persistent and blocks.producer and bool(blocks.speculates)
     blocks = blocks.possible(problem)
     rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
     num_ctas = num_sms * blocks.teams if blocks.persistent else None
@@ -95,8 +92,7 @@ def forward(
     if problem.is_listed:
         lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
         lists = scheduler.ordered(lists)
-    first, *rest = parts(scheduler.num_tiles, may_leave and leaves_in_forward(problem))
-    plan = ForwardPlan(problem, blocks, scheduler, interpret, first)
+    plan = ForwardPlan(problem, blocks, scheduler, interpret)
     offset, hides = problem.spec.q_offset, problem.hides_by_arrays and lists is None
     table = scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])
     gmem = ForwardGmem(
@@ -117,79 +113,41 @@ def forward(
     out = Outputs(
         o=jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype),
         lse_log2=per_row,
-        shift=per_row if plan.limit else None,
+        shift=per_row if plan.far else None,
         max_logit=per_row if problem.spec.max_logit else None,
     )
-    left = jax.ShapeDtypeStruct((scheduler.num_ctas, blocks.warpgroups, 1), jnp.int32)
-    shapes = out, left if rest else None
-    run = functools.partial(
+    call = functools.partial(
         launch,
+        out=(out,),
         scratch=team_scratch(problem, blocks, gmem.q, gmem.v, out.o),
         grid={"cta": pl.cdiv(scheduler.num_ctas, blocks.teams)},
         threads=(blocks.warpgroups + blocks.producer) * blocks.teams,
+        name="flash_pallas_forward",
         interpret=interpret,
     )
-    call = functools.partial(run, out=shapes, name="flash_pallas_forward")
-    if claims:
-        kernel = lambda counter: call(functools.partial(forward_teams, plan, counter))(gmem)
-        results = with_counter(kernel, shapes)
-    else:
-        results = call(functools.partial(forward_teams, plan, None))(gmem)
-    for part in rest:
-        results = launch_for_rest(dataclasses.replace(plan, part=part), run, gmem, results)
-    return results[0]
+    kernel = lambda counter: call(functools.partial(forward_teams, plan, counter))(gmem)
+    (results,) = with_counter(kernel, (out,)) if claims else kernel(None)
+    return results
 
 
-def launch_for_rest(plan: ForwardPlan, run, gmem: ForwardGmem, results):
-    """Launches the kernel for the rows that an earlier launch has left, and returns all results.
-
-    `results` are those of the earlier launch, (out, left), which this one completes.
-    """
-
-    def write(refs):
-        kernel = functools.partial(cta_for_rest, plan, refs)
-        run(kernel, out=(), name="flash_pallas_forward_far")(gmem)
-
-    return pl.run_state(write)(results)
-
-
-def cta_for_rest(plan: ForwardPlan, results, gmem: ForwardGmem, *smem: ForwardSmem):
-    """Runs the teams of a CTA that have left rows; `results` are the refs (out, left)."""
-    out, left = results
-
-    def run(index, wg, smem):
-        flags = [left[index, i, 0] for i in range(plan.blocks.warpgroups)]
-        team = functools.partial(forward_cta, plan, None, gmem, out, left, smem, (index, wg))
-        pl.when(functools.reduce(lax.max, flags) > 0)(team)
-
-    each_team(plan, smem, run)
-
-
-def forward_teams(
-    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, *smem: ForwardSmem
-):
-    """Runs the teams of a CTA; see ForwardCta for the arguments."""
-    team = functools.partial(forward_cta, plan, counter, gmem, out, left)
-    each_team(plan, smem, lambda index, wg, own: team(own, (index, wg)))
-
-
-def each_team(plan: ForwardPlan, smem: tuple[ForwardSmem, ...], run: Callable):
-    """Calls run(index of the team, warpgroup of the team, shared memory) for this one's team.
+def forward_teams(plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, *smem: ForwardSmem):
+    """Runs the teams of a CTA; see ForwardCta for the arguments.
 
     Each has code of its own, so that the addresses of its shared memory are constants.
     """
+    team = functools.partial(forward_cta, plan, counter, gmem, out)
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     if len(smem) == 1:
-        return run(cta, wg, smem[0])
+        return team(smem[0], (cta, wg))
     size = plan.blocks.warpgroups + plan.blocks.producer
-    for team, own in enumerate(smem):
-        index, within = cta * len(smem) + team, wg - size * team
+    for n, own in enumerate(smem):
+        index, within = cta * len(smem) + n, wg - size * n
         is_own = (within >= 0) & (within < size) & (index < plan.scheduler.num_ctas)
-        pl.when(is_own)(functools.partial(run, index, within, own))
+        pl.when(is_own)(functools.partial(team, own, (index, within)))
 
 
 def forward_cta(
-    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, left, smem: ForwardSmem, indices
+    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, smem: ForwardSmem, indices
 ):
     """Runs a team of a CTA: gives each of its warpgroups its role, consumer or producer.
 
@@ -200,7 +158,6 @@ def forward_cta(
         plan=plan,
         gmem=gmem,
         out=out,
-        left=left,
         smem=smem,
         k=smem.k_ring,
         v=smem.v_ring,
@@ -221,8 +178,6 @@ def consume(cta: ForwardCta):
     plan, smem, first = cta.plan, cta.smem, jnp.int32(0)
     if plan.blocks.producer:
         plgpu.set_max_registers(plan.blocks.compute_registers, action="increase")
-    if plan.part is Part.NEAR:
-        cta.left[cta.index, cta.wg, 0] = jnp.int32(0)
     number = plan.scheduler.first(cta)
     tile = cta.q_tile(number)
     step_cta = cta if plan.blocks.producer else load_inline_first(cta, number)
@@ -284,7 +239,7 @@ def step(cta: ForwardCta, tile: QTile, o_acc, j, rows: ForwardRows, *, edges: st
     s = matmuls(cta, cta.smem.q.at[cta.wg], use, rows.p, o_acc)  # issues (1), (2); waits for (1)
     z = logits(cta, tile, s, j, edges, use)  # scaled, modified and masked; releases K
     # Each of these computes P and its row sums, waits for (2), releases V and rescales O and l.
-    if is_bounded(cta.plan):
+    if is_bounded(cta.plan.problem):
         return bounded_softmax(cta, tile, z, rows, use, o_acc)
     if cta.plan.blocks.speculates:
         return speculative_softmax(cta, tile, z, rows, use, o_acc)
@@ -379,9 +334,6 @@ def overlapped_epilogue(
     if not plan.blocks.producer:
         number, number_after = lax.optimization_barrier((number, number_after))
     tile, next_tile = cta.q_tile(number), cta.q_tile(number_after)
-    if plan.part is Part.NEAR:  # here, where S of the next tile has no registers yet
-        left = cta.left.at[cta.index, wg]
-        online_softmax.tell_far(left, rows.maxima.m, rows.l, plan.limit, plan.interpret)
     plgpu.barrier_arrive(smem.q_empty.at[wg])
     if not plan.blocks.producer:
         load_q_inline(cta, number_after, more)
@@ -421,7 +373,7 @@ def stage_rows(cta: ForwardCta, row_outputs: Outputs):
     wg = lax.optimization_barrier(cta.wg)  # as in `store_tile`
     for name in PER_ROW:
         buffer = getattr(cta.smem, name)
-        if buffer is not None:  # the zeros of Part.NEAR have no layout
+        if buffer is not None:  # without the cast kernels are not those of gpu_coverage.json
             buffer[wg] = plgpu.layout_cast(getattr(row_outputs, name), inline.ROWS)
 
 

@@ -25,12 +25,8 @@ from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.ptx import inline, online_softmax, softcap
 from ...gpu.ptx.online_softmax import Drop, Maxima
 from ...gpu.ptx.softcap import Cap
-from ..common.far_rows import Part
 from ..common.pipeline import warpgroup_rows
-from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile
-
-# Largest cap, in base 2, at which weights need not be relative to a row maximum.
-MOST_BOUNDED = 80.0
+from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile, is_bounded
 
 # --- The softmax of a step ------------------------------------------------------------------------
 
@@ -43,7 +39,7 @@ def first_softmax(cta: ForwardCta, tile: QTile, s, use, exists=None) -> ForwardR
     plan = cta.plan
     z = logits(cta, tile, s, jnp.int32(0), "last", use, exists)
     m = maxima = None
-    if not is_bounded(plan):
+    if not is_bounded(plan.problem):
         compared = online_softmax.compared(
             unseen(plan, z.x), z.x, z.log2_scale, plan.far, None, plan.interpret, cta.running_shift
         )
@@ -67,8 +63,6 @@ def speculative_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRo
         )
         x = z.x if shift is None else z.x - per_row(shift, z.x.shape)
         alpha = jnp.exp2(before - m)
-        if plan.part is Part.NEAR:
-            alpha = online_softmax.spoiled(alpha, before, plan.limit)
         p, sums = weights(cta, tile, z._replace(x=x), m, plan.problem.dtype)
         l = rows.l * per_row(alpha, sums.shape) + sums
         return o * per_row(alpha, o.shape), ForwardRows(p, maxima, l)
@@ -126,31 +120,12 @@ def bounded_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, 
     return ForwardRows(p, None, rows.l + sums, joined(plan, rows.only, p, z.edges))
 
 
-def is_bounded(plan: ForwardPlan) -> bool:
-    """Returns whether logits are capped so low that weights are not taken relative to a row max.
-
-    bfloat16 and float32 have as many digits at 2**80 as at 1, and a sum of a million weights
-    times values of 2**26 still fits. This saves the max, the rescaling of O, and the wait of
-    every exponential for the whole row. But the largest weight of a row is then not 1, and
-    rounding it shows: see gpu/ptx/online_softmax.py.
-    """
-    spec = plan.problem.spec
-    return (
-        spec.softcap is not None
-        and spec.softcap * softmax.LOG2E <= MOST_BOUNDED
-        and spec.only_caps
-        and not spec.max_logit
-        and plan.problem.dtype == jnp.bfloat16
-    )
-
-
 def in_one_pass(plan: ForwardPlan) -> bool:
     """Returns whether `weights` interleaves exponentials, dropout and conversion.
 
     This is for 16 bits only.
     """
-    interleaved = plan.problem.spec.dropout_rate or plan.blocks.polynomials
-    return bool(interleaved) and plan.problem.dtype != jnp.float32
+    return bool(plan.problem.spec.dropout_rate) and plan.problem.dtype != jnp.float32
 
 
 # --- Logits ---------------------------------------------------------------------------------------
@@ -215,7 +190,7 @@ def cap(plan: ForwardPlan, edges: str) -> Cap | None:
     exponentials: neither was tried.
     """
     spec, added = plan.problem.spec, {"bias", "alibi_slopes"} & plan.problem.features
-    if spec.softcap is None or not is_bounded(plan) or added or spec.dropout_rate:
+    if spec.softcap is None or not is_bounded(plan.problem) or added or spec.dropout_rate:
         return None
     if edges != "none" or may_be_empty(plan):
         return None
@@ -277,38 +252,23 @@ def exponentials(plan: ForwardPlan, z: Logits, m):
 def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
     """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
     plan, own_cap = cta.plan, cap(cta.plan, z.edges)
-    never_empty = z.edges == "none" and not may_be_empty(plan)
-    polynomials, bounded = plan.blocks.polynomials, m is None and never_empty
+    weigh = functools.partial(weights_with, cta, tile, z, m, dtype)
     if own_cap is None:
-        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)
-    # Without tangents exponentials have their unit to themselves: an eighth of them as
-    # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
+        return weigh(None)
     small = own_cap._replace(small=True)
     is_large = softcap.is_large(z.x, own_cap, plan.interpret)
-    weigh = functools.partial(weights_with, cta, tile, z, m, dtype)
-    return lax.cond(
-        is_large > 0, lambda: weigh(polynomials, bounded, own_cap), lambda: weigh(0.0, True, small)
-    )
+    return lax.cond(is_large > 0, lambda: weigh(own_cap), lambda: weigh(small))
 
 
-def weights_with(
-    cta: ForwardCta,
-    tile: QTile,
-    z: Logits,
-    m,
-    dtype,
-    polynomials: float,
-    bounded: bool,
-    cap: Cap | None = None,
-):
-    """Returns what `weights` does; the last three parameters are of online_softmax.weights."""
+def weights_with(cta: ForwardCta, tile: QTile, z: Logits, m, dtype, cap: Cap | None):
+    """Returns what `weights` does, of logits that `cap` is applied to first."""
     plan, x = cta.plan, z.x
     log2_scale = z.log2_scale if cap is None else cap.log2_scale
     m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
     m = per_row(m, x.shape)
     if plan.interpret:
         x = x if cap is None else cap.plain(x)
-        p = online_softmax.plain(x * log2_scale - m, polynomials)
+        p = jnp.exp2(x * log2_scale - m)
         sums = inline.lane_sums(p, interpret=True)
         return dropped(cta, tile, z, p).astype(dtype), sums
     drop, rate = None, plan.problem.spec.dropout_rate
@@ -316,9 +276,7 @@ def weights_with(
         place = cta.score_tile(tile, z.kv_block)
         q_keys, kv_keys = place.per_q(z.inputs.q_keys), place.per_kv(z.inputs.kv_keys)
         drop = Drop(q_keys, kv_keys, dropout.threshold(rate))
-    return online_softmax.weights(
-        x, m, log2_scale, drop, dtype, polynomials=polynomials, bounded=bounded, cap=cap
-    )
+    return online_softmax.weights(x, m, log2_scale, drop, dtype, cap)
 
 
 def dropped(cta: ForwardCta, tile: QTile, z: Logits, p):
@@ -339,7 +297,7 @@ def joined(plan: ForwardPlan, only, p, edges: str):
     `only` is its value before the step, and None in a tile's first step. Where neither
     positions nor anything else hides keys, every row sees several.
     """
-    if not is_bounded(plan):
+    if not is_bounded(plan.problem):
         return None
     rows = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if only is None else only
     if edges == "none" and not may_be_empty(plan):

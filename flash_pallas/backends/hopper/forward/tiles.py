@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import integers as ints
+from ....core import softmax
 from ....core.mask import Limits, Mask
 from ....core.problem import Outputs, Problem
 from ....core.scores import TileInputs
@@ -28,7 +29,6 @@ from ..common.auxiliary_inputs import (
     modifiers,
     wants_narrow_tiles,
 )
-from ..common.far_rows import Part
 from ..common.pipeline import Padding, Ring, fits, loader, row_buffer, rows_of
 from ..common.tile_lists import TileList, largest
 from ..common.wgmma import Matmuls
@@ -49,7 +49,6 @@ class ForwardBlocks:
         stages: number of blocks of K, and of V, in flight.
         persistent: one CTA per SM goes through many tiles (O is staged next to Q).
         lazy_rescale: O is rescaled only when a row max grew by more than this (base 2); 0: always.
-        polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         speculates: weights are computed relative to the row maxima of earlier blocks, and again
             with new ones only where a partial sum of a row's weights exceeds 2 to this power; 0:
             never. See `speculation` for where that is possible.
@@ -65,7 +64,6 @@ class ForwardBlocks:
     stages: int = 2
     persistent: bool = True
     lazy_rescale: float = 0.0
-    polynomials: float = 0.0
     speculates: float = 0.0
     producer: bool = True
     teams: int = 1
@@ -116,10 +114,9 @@ class ForwardBlocks:
         """Returns `speculates` where speculation is possible, else 0; float16 limits it to 14.
 
         It is not possible where the exact max is wanted; nor in float32, whose weights are split
-        after the wait for PV; nor where exponentials are polynomials, which need bounds that a
-        guess does not have.
+        after the wait for PV. A bounded softmax has no max to guess.
         """
-        if problem.spec.max_logit or self.polynomials or problem.dtype == np.float32:
+        if problem.spec.max_logit or problem.dtype == np.float32 or is_bounded(problem):
             return 0.0
         return min(self.speculates, MOST_HALF) if problem.dtype == np.float16 else self.speculates
 
@@ -155,6 +152,9 @@ class ForwardBlocks:
 
 # One warpgroup alone leaves the tensor cores idle during its softmax.
 TEAMS = 2
+
+# Largest cap, in base 2, at which weights need not be relative to a row maximum.
+MOST_BOUNDED = 80.0
 
 # A weight may be up to 2**20 times that of the largest logit of the blocks before. Any limit serves
 # that data seldom reaches and whose square fits float32.
@@ -214,10 +214,6 @@ def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
     tuned = TUNED | (TUNED_LONG if _is_long(native) else {})
     blocks = _for_lengths(_for_head_dims(native, tuned), native, num_sms)
     asked = modifiers(native)
-    if "softcap" in asked and native.dtype != np.float32:
-        # A bias takes time of the multiply-add units: with 0.5 the forward takes 1.05.
-        share = 0.5 if native.bias_shape is None else 0.3125
-        blocks = dataclasses.replace(blocks, polynomials=share)
     # A third warpgroup leaves 160 registers to each: spills of 400 to 700 bytes, in the loops too.
     # With dropout, as it speculates, 280; two are 1.12 times as fast.
     if many(asked) or native.spec.dropout_rate:
@@ -270,6 +266,24 @@ def is_plain(problem: Problem) -> bool:
     """Returns whether nothing but a causal mask affects the loops over keys."""
     others = problem.features - {"sinks", "q_lengths"}
     return not others and not modifiers(problem) and problem.spec.mask.left is None
+
+
+def is_bounded(problem: Problem) -> bool:
+    """Returns whether logits are capped so low that weights are not taken relative to a row max.
+
+    bfloat16 and float32 have as many digits at 2**80 as at 1, and a sum of a million weights
+    times values of 2**26 still fits. This saves the max, the rescaling of O, and the wait of
+    every exponential for the whole row. But the largest weight of a row is then not 1, and
+    rounding it shows: see gpu/ptx/online_softmax.py.
+    """
+    spec = problem.spec
+    return (
+        spec.softcap is not None
+        and spec.softcap * softmax.LOG2E <= MOST_BOUNDED
+        and spec.only_caps
+        and not spec.max_logit
+        and problem.dtype == jnp.bfloat16
+    )
 
 
 def _hides_only(problem: Problem) -> bool:
@@ -454,14 +468,12 @@ class ForwardPlan:
         blocks: tile sizes, with the options that the problem can have.
         scheduler: the Q tiles of each CTA.
         interpret: run by the interpreter.
-        part: the rows that are computed.
     """
 
     problem: Problem
     blocks: ForwardBlocks
     scheduler: TileScheduler
     interpret: bool
-    part: Part = Part.ALL
 
     @functools.cached_property
     def aux(self) -> AuxiliaryInputs:
@@ -489,14 +501,9 @@ class ForwardPlan:
         return self.problem.is_dynamic
 
     @functools.cached_property
-    def limit(self) -> float:
+    def far(self) -> float:
         """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
         return far_of(self.problem.spec, self.problem.dtype)
-
-    @property
-    def far(self) -> float:
-        """Magnitude of logits (base 2) beyond which this launch shifts rows; 0: it shifts none."""
-        return 0.0 if self.part is Part.NEAR else self.limit
 
     @property
     def keeps_shift(self) -> bool:
@@ -618,8 +625,6 @@ class ForwardCta:
         gmem: operands in device memory.
         out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], a result of
             common/wgmma.py, the others f32[B, N, rows] or None.
-        left: int32[CTAs, warpgroups, 1] in device memory, not 0 where a warpgroup of Part.NEAR has
-            left rows to Part.FAR; None unless there are both.
         smem: shared memory and barriers.
         k, v: the rings of K and V.
         index: index of the CTA.
@@ -630,7 +635,6 @@ class ForwardCta:
     plan: ForwardPlan
     gmem: ForwardGmem
     out: Outputs
-    left: Any
     smem: ForwardSmem
     k: Ring
     v: Ring

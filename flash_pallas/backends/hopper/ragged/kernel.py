@@ -159,7 +159,7 @@ def chunks_after_steps(
     out = Outputs(
         o=o if into.o is None else None,
         lse_log2=per_row,
-        shift=per_row if plan.limit else None,
+        shift=per_row if plan.far else None,
     )
     of_step = float32((problem.num_seqs, forward.q_heads, 1))
     rows = None if joins is None else DecodeResults(None, of_step, of_step)
@@ -253,7 +253,7 @@ def ragged_cta(plan: RaggedPlan, state: Into, gmem: ForwardGmem, out: Outputs, r
     if plan.joins is not None:
         join_steps(plan, plan.joins, gmem.ragged.steps, rows._replace(o=out.o.at[0]))
     exists = lax.axis_index("cta") < gmem.ragged.tiles[0, 0]
-    pl.when(exists)(lambda: forward_teams(plan, counter, gmem, out, None, smem))
+    pl.when(exists)(lambda: forward_teams(plan, counter, gmem, out, smem))
 
 
 def join_steps(plan: RaggedPlan, kernel: CombineKernel, steps: StepShares, out: DecodeResults):

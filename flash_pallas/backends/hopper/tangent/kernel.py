@@ -97,7 +97,7 @@ def tangents(
     before = None if outputs is None else _rows_gmem(plan, outputs)
     per_row = float32((problem.batch, problem.q_heads, whole_rows(problem, blocks)))
     o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
-    shift = per_row if plan.limit else None
+    shift = per_row if plan.far else None
     of_primal = (o, per_row, shift) if primal else (None, None, None)
     results = Tangents(*of_primal, do=o, dlse=per_row)
     run = launch(
@@ -139,7 +139,7 @@ def _gmem(
 
 def _rows_gmem(plan: TangentPlan, outputs: Outputs) -> RowsGmem:
     rows = whole_rows(plan.problem, plan.blocks)
-    shift = outputs.shift if plan.limit else None
+    shift = outputs.shift if plan.far else None
     return RowsGmem(
         pad_axis(pad_axis(outputs.o, 1, rows), 3, plan.problem.v_head_dim),
         pad_axis(outputs.lse_log2, 2, rows, EMPTY_ROW),
@@ -169,7 +169,6 @@ def run_cta(
         plan=plan,
         gmem=gmem,
         out=results,
-        left=None,
         smem=smem,
         k=smem.k_ring,
         v=smem.v_ring,

@@ -711,10 +711,7 @@ class General(Softmax):
 
     def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
         """Returns (P without what dropout drops, pull(P), dropout mask)."""
-        share = cta.blocks.polynomials
-        w = score_tile.weights(
-            cta.problem, tile, s, lse, inputs, limits, polynomials=share, marks=True
-        )
+        w = score_tile.weights(cta.problem, tile, s, lse, inputs, limits, marks=True)
         kept = score_tile.dropped(cta.problem, w._replace(marked=False))  # until it has 16 bits
         p, through = lax.optimization_barrier((kept, score_tile.pulled(w)))
         return p, through, w.kept
@@ -754,8 +751,7 @@ class Deferred(Softmax):
 
     def late(self, cta: FusedCta, tile: RegisterTile, early, lse, dp, delta):
         """Computes the exponentials, and dS from them."""
-        lse, delta, share = tile.per_q(lse), tile.per_q(delta), cta.blocks.polynomials
-        return score_tile.of_capped(tile, early, lse, dp, delta, polynomials=share)
+        return score_tile.of_capped(early, tile.per_q(lse), dp, tile.per_q(delta))
 
 
 def softmax_of(problem: Problem, blocks: FusedBlocks) -> Softmax:

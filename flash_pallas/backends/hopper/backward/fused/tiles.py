@@ -30,7 +30,6 @@ class FusedBlocks:
         ping_pong: the warpgroups take turns at the tensor cores; see `PingPong`, else `Lockstep`.
             Takes at least two slots of everything; not where `late_dp`.
         late_handover: ping-pong warpgroups hand dQ to the storing warp after their turn.
-        polynomials: share of the exponentials that the multiply-add units compute, in 16ths.
         signs: the elements of P that dropout drops have a minus sign: one tile of registers where
             there were two and predicates. Used where score_tile.may_sign.
         defer: the exponentials of capped logits wait for dP^T: one tile of registers where there
@@ -53,7 +52,6 @@ class FusedBlocks:
     mask_all: bool = False
     ping_pong: bool = False
     late_handover: bool = False
-    polynomials: float = 0.0
     signs: bool = False
     defer: bool = False
     whole_dq: bool = False
@@ -127,9 +125,8 @@ CLUSTERS = (2, 4, 8)  # CTAs, of which a GPU promises no more than 8
 FUSED_HEAD_DIMS = (16, 32, 64, 96, 128)  # that this kernel runs, of Q, K and V alike
 
 # bf16, H200, against lockstep: ping-pong is 1.11 times as fast at 128 (causal 1.05, T=16k 1.14 and
-# 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. At 64, where a tile has twice the exponentials, a
-# quarter of them as polynomials was 1.05 of that (causal 1.11); timed again after the other changes
-# it is 0.96 (causal 0.95).
+# 1.06), 1.00 at 64 (causal 1.09) and 1.03 at 32. A quarter of the exponentials in the multiply-add
+# units costs 3 to 13 % at 64 (H200, documents, positions and lengths; options.json).
 #
 # Where some tile is masked, all are, in one loop: with a second loop for the tiles that need no
 # mask, ptxas runs out of registers at 64, and at 128 it is 1.02 (T=4096) and 0.96 (16k) of this.
@@ -161,17 +158,15 @@ PLAIN = {d: dataclasses.replace(b, late_handover=d in (32, 96, 128)) for d, b in
 PLAIN |= {d: dataclasses.replace(PLAIN[d], stages=3, do_stages=3) for d in (96, 128)}
 MASKED = {d: dataclasses.replace(b, mask_all=True) for d, b in _PING_PONG.items()}
 MASKED[96] = dataclasses.replace(MASKED[96], stages=3, do_stages=3)
-# Documents and lengths were not timed without polynomials, which spill 24 bytes fewer at 64.
-BY_ARRAYS = MASKED | {64: dataclasses.replace(MASKED[64], polynomials=0.25)}
 # Documents or positions and nothing else: whole tiles have a loop without masks. H200, 32k and 128k
 # tokens of 16 documents: 1.05 and 1.06, by ids 1.10 and 1.08, causal by positions 1.06. Spills 12
 # to 32 bytes. One loop masks every tile at 64, where two of a causal mask spill 284, and with a
 # static window, where they spill 28 and were not timed.
-PACKED = BY_ARRAYS | {d: _PING_PONG[d] for d in (96, 128)}
+PACKED = MASKED | {d: _PING_PONG[d] for d in (96, 128)}
 # Lists: partial and whole tiles in one loop, see `hide_listed_keys` in kernel.py. Handing over late
 # is 0.98 to 1.01 at 128 (H200, 32k tokens: causal, prefix, documents, window, random blocks); a
 # third stage of Q 0.95 to 1.00.
-LISTED = BY_ARRAYS | {d: FusedBlocks(block_q=64, mask_all=True, ping_pong=True) for d in (96, 128)}
+LISTED = MASKED | {96: FusedBlocks(block_q=64, mask_all=True, ping_pong=True)}
 # Modifiers need registers of their own: several at 64 spill with 128 queries, with 64 they do not.
 # Ping-pong, four stages: softcap at 64 1.08 (two 1.04, three 1.06), at 128 1.07; score_mod at 64
 # 1.08; dropout at 128 1.05.
@@ -209,8 +204,8 @@ LOCKSTEP = {
 # Dropout and nothing else, but for positions and lengths (with documents 44 bytes of spills): the
 # sign of P says what is dropped, and 128 queries fit into registers at 64 without a spill (with P,
 # pull(P) and predicates 160 bytes). bf16, H200, B=4, T=4096: 1.21 of 64 queries and warpgroups that
-# meet (1.20 without a mask); handing over late 0.97, a quarter of the exponentials as polynomials
-# 1.00. At 128 signs are 1.02: within what one row differs by.
+# meet (1.20 without a mask); handing over late 0.97. At 128 signs are 1.02: within what one row
+# differs by.
 DROPPING = MODIFIED | {64: dataclasses.replace(MASKED[64], signs=True)}
 # A cap and as little else (with documents 64 bytes): exponentials wait for dP^T, and 128 queries
 # fit. 1.18 of 64 queries with four stages; handing over late 0.97. At 128 1.00.
@@ -301,9 +296,7 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
     ragged = problem.kv_len % FusedBlocks.block_kv != 0
     if problem.is_packed:
         return PACKED
-    if problem.is_dynamic:
-        return BY_ARRAYS
-    return MASKED if ragged or not spec.mask.is_trivial else PLAIN
+    return MASKED if problem.is_dynamic or ragged or not spec.mask.is_trivial else PLAIN
 
 
 def may_sum_bias(problem: Problem, cluster: int) -> bool:
@@ -331,11 +324,8 @@ def _only_a_bias(problem: Problem) -> bool:
 
 
 def _in_lockstep(blocks: FusedBlocks) -> FusedBlocks:
-    """Returns `blocks` with warpgroups that meet in every step, and without polynomials.
-
-    Polynomials do not pay in lockstep (0.93 to 0.97 at head dim 64).
-    """
-    return dataclasses.replace(blocks, ping_pong=False, late_handover=False, polynomials=0.0)
+    """Returns `blocks` with warpgroups that meet in every step."""
+    return dataclasses.replace(blocks, ping_pong=False, late_handover=False)
 
 
 WARPGROUPS = 2  # that compute, 64 keys each
