@@ -134,20 +134,12 @@ OPTIONS = tuple(
         ),
         (
             "fused",
-            {"MOST_BLOCKS": 0},  # CTAs add all of dQ, and store none
-            _of(8, 2048, 16, 128, CAUSAL)
+            {"MOST_BLOCKS": 0, "MOST_BLOCKS_64": 0},  # CTAs add all of dQ, and store none
+            _of(4, 4096, 16, 128, CAUSAL)
+            + _of(8, 2048, 16, 128, CAUSAL)
             + _of(16, 1024, 16, 128, CAUSAL)
             + _of(8, 2048, 32, 64, CAUSAL)
             + _of(16, 1024, 32, 64, CAUSAL),
-            "backward.dq_sums",
-        ),
-        (
-            "paired",
-            {"MOST_BLOCKS_PAIRED": 0},
-            _of(4, 4096, 8, 256, CAUSAL)
-            + _of(16, 1024, 8, 256, CAUSAL)
-            + _of(4, 4096, 16, 192, CAUSAL)
-            + _of(16, 1024, 16, 192, CAUSAL),
             "backward.dq_sums",
         ),
         ("forward", {"teams": 1}, _of(1, features.VIDEO_LENGTH, 7, 128, features._chosen(64, 64))),

@@ -497,7 +497,7 @@ DIAGONAL_ON_DEVICE = (
     ),
     _case("large_diagonal_64_long", **_LARGE_TRIANGLE | {"T": 2000, "S": 2000, "N": 9, "K": 9}),
     _case(
-        "large_diagonal_128_long", **_LARGE_TRIANGLE | {"T": 2000, "S": 2000, "N": 9, "K": 9}, H=128
+        "large_diagonal_128_long", **_LARGE_TRIANGLE | {"T": 4000, "S": 4000, "N": 3, "K": 3}, H=128
     ),
     _case(
         "large_diagonal_192_long", **_LARGE_TRIANGLE | {"T": 4000, "S": 4000, "N": 3, "K": 3}, H=192

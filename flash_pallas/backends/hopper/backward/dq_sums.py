@@ -101,11 +101,11 @@ def scaled_dq(problem: Problem, sums):
 # Their argument `launch` is a Launch of fused/launches.py, or a PairedKernel, which has the same
 # attributes.
 
-# KV blocks of a pair, whose flags are bits of a word: 2,048 keys, and 4,096 for pairs of CTAs (head
-# dims above 128). Time without these stores over time with them, bf16, H200, causal (options.json):
-# 128 1.058 (T=1024), 1.025 (2048) and 0.995 (4096), 64 1.066, 1.029. At 4096 also 1.033 at 96
-# (diagonal.json), 1.025 at 192 and 1.013 at 256 (paired_diagonal.json).
-MOST_BLOCKS, MOST_BLOCKS_PAIRED = 16, 32
+# KV blocks of a pair, whose flags are bits of a word. Time without these stores over time with them,
+# bf16, H200, causal (options.json): 128 1.058 (T=1024), 1.025 (2048) and 0.995 (4096); 64 1.066 and
+# 1.029. At 4096 also 1.033 at 96 (diagonal.json), 1.025 at 192 and 1.013 at 256
+# (paired_diagonal.json), and 1.000 at 64, with ALiBi 0.97.
+MOST_BLOCKS, MOST_BLOCKS_64 = 32, 16
 
 
 def allowed(problem: Problem, num_blocks: int, sections: int) -> bool:
@@ -118,7 +118,7 @@ def allowed(problem: Problem, num_blocks: int, sections: int) -> bool:
         num_blocks: number of KV blocks of a pair of a batch entry and a KV head.
         sections: number of sections of these pairs.
     """
-    mask, most = problem.spec.mask, MOST_BLOCKS_PAIRED if problem.head_dim > 128 else MOST_BLOCKS
+    mask, most = problem.spec.mask, MOST_BLOCKS if problem.head_dim > 64 else MOST_BLOCKS_64
     arrays = problem.is_dynamic or problem.is_listed or problem.traced_offset
     begins = mask.right == 0 and problem.spec.q_offset == 0 and problem.q_len == problem.kv_len
     return (
