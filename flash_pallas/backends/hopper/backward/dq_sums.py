@@ -101,9 +101,9 @@ def scaled_dq(problem: Problem, sums):
 # Their argument `launch` is a Launch of fused/launches.py, or a PairedKernel, which has the same
 # attributes.
 
-# KV blocks of a pair, whose flags are bits of a word. Time without these stores over time with them,
-# bf16, H200, causal (options.json): 128 1.058 (T=1024), 1.025 (2048) and 0.995 (4096); 64 1.066 and
-# 1.029. At 4096 also 1.033 at 96 (diagonal.json), 1.025 at 192 and 1.013 at 256
+# KV blocks of a pair, whose flags are bits of a word. Time without these stores over time with
+# them, bf16, H200, causal (options.json): 128 1.058 (T=1024), 1.025 (2048) and 0.995 (4096); 64
+# 1.066 and 1.029. At 4096 also 1.033 at 96 (diagonal.json), 1.025 at 192 and 1.013 at 256
 # (paired_diagonal.json), and 1.000 at 64, with ALiBi 0.97.
 MOST_BLOCKS, MOST_BLOCKS_64 = 32, 16
 
