@@ -213,14 +213,16 @@ CASES = {case.name: case for case in (*ON_DEVICE, *FAR_ON_DEVICE)}
 ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 64, "causal"): 4,
     ("flash_pallas_backward_fused", 64, "small_causal"): 20,
+    # Runs where some row of the call has large logits, and ends at once elsewhere.
+    ("flash_pallas_backward_fused_far", 64, "pair bias 512"): 56,
     ("flash_pallas_backward_fused_far", 64, "pair bias 2048"): 48,
     ("flash_pallas_forward", 64, "many_far_alibi"): 8,
-    ("flash_pallas_backward_fused", 64, "many_far_lengths"): 12,
+    ("flash_pallas_backward_fused", 64, "many_far_lengths"): 20,
     # 4, 0, 4 and 28 where dQ was cleared. Loops read up to 11 more words in a step; what the zeros
     # took is in diagonal.json.
     ("flash_pallas_backward_fused", 64, "many_far_alibi"): 12,
     ("flash_pallas_backward_fused", 64, "many_far_dropout"): 4,
-    ("flash_pallas_backward_fused", 128, "many_far_score_mod_128"): 8,
+    ("flash_pallas_backward_fused", 128, "many_far_score_mod_128"): 12,
     ("flash_pallas_backward_fused", 64, "many_entries"): 44,
     ("flash_pallas_forward", 128, "document_128"): 4,
     ("flash_pallas_forward", 128, "document_window_128"): 4,
@@ -235,12 +237,13 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_fused", 128, "varlen_padded"): 32,
     ("flash_pallas_backward_dkv", 256, "window_array_256"): 12,
     ("flash_pallas_backward_fused", 64, "q_lengths"): 40,
-    # 12 and 8 as a tile's place is read from the order of the lists, not from the CTA's number.
-    ("flash_pallas_backward_fused", 64, "blocks_listed"): 28,
+    # 28 with a quarter of the exponentials in the multiply-add units; not timed without.
+    ("flash_pallas_backward_fused", 64, "blocks_listed"): 48,
+    # As a tile's place is read from the order of the lists, not from the CTA's number.
     ("flash_pallas_forward", 128, "blocks_documents_128"): 8,
     ("flash_pallas_forward", 128, "blocks_tall_128"): 8,  # three warpgroups
     ("flash_pallas_backward_fused", 128, "blocks_listed_causal_128"): 4,
-    ("flash_pallas_backward_fused", 64, "packed_causal"): 48,
+    ("flash_pallas_backward_fused", 64, "packed_causal"): 52,
     # Sums of two results of 64 columns, or of one of 256, and four tiles of scores.
     ("flash_pallas_backward_push_kv", 64, "causal"): 20,
     ("flash_pallas_backward_push_kv", 256, "full"): 80,
@@ -248,8 +251,6 @@ ALLOWED_SPILLS = {
     # Where a bias with -inf is read again is kept past softcap and score_mod; with comparisons in
     # place of the branch 16. Not timed.
     ("flash_pallas_forward", 64, "float32_everything"): 20,
-    ("flash_pallas_backward_fused", 16, "pair bias 1024"): 76,  # addresses of barriers
-    ("flash_pallas_backward_fused", 16, "pair bias 2048"): 64,
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 8,
     ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 8,
     ("flash_pallas_backward_fused", 128, "long_score_mod"): 56,
@@ -258,12 +259,9 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_dkv", 128, "offset"): 12,
     ("flash_pallas_backward_dkv", 256, "offset"): 20,
     ("flash_pallas_backward_fused", 16, "bias_shared_16"): 4,
-    ("flash_pallas_backward_fused", 16, "bias_shared_16, launches"): 4,
-    ("flash_pallas_backward_fused", 16, "pair bias 512"): 12,
     ("flash_pallas_backward_fused", 24, "d24_padded"): 44,
     ("flash_pallas_backward_fused", 32, "bias_shared_32"): 80,
     ("flash_pallas_backward_fused", 32, "pair bias 1024"): 8,
-    ("flash_pallas_backward_fused", 32, "pair bias 4096"): 12,
     ("flash_pallas_backward_fused", 64, "full"): 8,
     ("flash_pallas_backward_fused", 64, "offset"): 12,
     ("flash_pallas_backward_fused", 64, "small"): 4,
@@ -273,14 +271,14 @@ ALLOWED_SPILLS = {
     ("flash_pallas_backward_scores_tile", 64, "long_bias"): 16,
     ("flash_pallas_forward", 24, "d24_padded"): 4,
     # Each warpgroup has code of its own: what another reads later, and the loop of far rows. Of the
-    # others' loops many_causal has 4 words in two, small_causal one in each.
+    # others' loops small_causal has one word in each.
     ("flash_pallas_backward_fused", 80, "d80_causal"): 4,
     ("flash_pallas_backward_fused", 96, "full"): 8,
     ("flash_pallas_backward_fused", 96, "causal"): 24,
     ("flash_pallas_backward_fused", 96, "ragged"): 8,
     ("flash_pallas_backward_fused", 96, "offset"): 20,
     ("flash_pallas_backward_fused", 96, "small_causal"): 24,
-    ("flash_pallas_backward_fused", 96, "many_causal"): 52,
+    ("flash_pallas_backward_fused", 96, "many_causal"): 24,
     ("flash_pallas_backward_fused", 96, "d96_group"): 8,
     ("flash_pallas_backward_fused", 96, "d96_window_group"): 48,
     ("flash_pallas_backward_fused", 96, "whole_tiles_96"): 4,
