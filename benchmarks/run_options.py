@@ -121,6 +121,12 @@ OPTIONS = tuple(
         ),
         (
             "forward",
+            {"polynomials": 0.0},
+            _of(4, 4096, 16, 128, features.SOFTCAP_LARGE)
+            + _of(4, 4096, 32, 64, features.SOFTCAP_LARGE),
+        ),
+        (
+            "forward",
             {"speculates": 0.0},
             _of(4, 4096, 16, 128, FULL, CAUSAL) + _of(4, 4096, 32, 64, FULL, CAUSAL),
         ),
@@ -246,7 +252,9 @@ def compare(row: str, options: list[Option], made, timer, arguments) -> list[dic
 def main() -> None:
     """Parses the command line, and writes the results after every row."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_options", description=__doc__)
-    parser.add_argument("--only", default="", help="options whose name contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="options whose name has one of these"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--reading-ms", type=float, default=8.0)
     parser.add_argument("--workers", type=int, default=14, help="processes that trace")
@@ -254,7 +262,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: dict[str, list[Option]] = {}
     for option in OPTIONS:
-        if arguments.only in option.name:
+        if any(text in option.name for text in arguments.only):
             for row in map(label, option.rows):
                 rows.setdefault(row, []).append(option)
     made = compiled(rows, arguments.workers)

@@ -206,6 +206,7 @@ WRONG_ON_HOPPER = (
     ({"forward": {"persistent": 1}}, "True or False"),
     ({"forward": {"stages": 30}}, "bytes of shared memory"),
     ({"forward": 5}, "a dict with keys of"),
+    ({"forward": {"polynomials": 3.0}}, "from 0.0 to 1.0"),
     ({"backward": {}}, "this call runs the kernels 'forward', 'fused'"),
 )
 WRONG_ON_PORTABLE = (

@@ -448,7 +448,8 @@ def _without_producer(blocks, problem: Problem):
 
 # The most that a field may be: registers for as many warpgroups, exponents of two whose squares
 # float32 holds (of a lazy rescale float16 too), and the barriers of one array.
-_MOST = {"warpgroups": 3, "teams": TEAMS, "speculates": 60.0, "lazy_rescale": MOST_HALF}
+_MOST = {"warpgroups": 3, "teams": TEAMS, "polynomials": 1.0}
+_MOST |= {"speculates": 60.0, "lazy_rescale": MOST_HALF}
 _MOST |= {
     name: MOST_BARRIERS
     for blocks in (ForwardBlocks, FusedBlocks, PairedBlocks, DkvBlocks, DqBlocks)
@@ -535,7 +536,7 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
 # --- Tile sizes that are worth timing where the rules may not be the best -----------------------
 
 # Each replaces fields of what the rules take. What only the rules know how to combine (which loops
-# are masked, speculation) stays as it is.
+# are masked, where polynomials pay next to modifiers, speculation) stays as it is.
 _FORWARD = (
     {"warpgroups": 2, "block_kv": 128},
     {"warpgroups": 2, "block_kv": 96},

@@ -304,8 +304,22 @@ def _some_far_body(far, _, m, top):
 # --- Weights: exponentials, row sums, dropout and conversion in one pass --------------------------
 # The special function unit takes eight cycles for the exponentials of a warp. Other work overlapped
 # with them is free, but only if it is interleaved in the code: ptxas leaves what comes after all
-# exponentials there. So one function writes exponentials, products of dropout and conversions in
-# turns.
+# exponentials there. So one function writes exponentials, polynomials, products of dropout and
+# conversions in turns.
+
+# 2**f for f in [-1/2, 1/2] with a relative error of 2.7e-6; the constant term first.
+POLYNOMIAL = (
+    0.9999992847442627,
+    0.6931217908859253,
+    0.240247443318367,
+    0.05591785907745361,
+    0.009570101276040077,
+)
+# A float32 of which this is a summand ends in the bits of round(the rest) + 127: moved up by 23
+# they are the float32 2**round(the rest).
+MAGIC = 1.5 * 2**23 + 127
+LOWEST_POWER = -127.0  # its power is 0
+UNIT = 16  # shares of polynomials are multiples of 1 / UNIT
 
 
 class Drop(NamedTuple):
@@ -321,8 +335,50 @@ class Drop(NamedTuple):
     threshold: int
 
 
+def is_polynomial(column, share: float):
+    """Returns whether elements of a column are polynomials, evenly spread over a thread's own."""
+    number, many = column // LANE_COLS * 2 + column % 2, round(share * UNIT)
+    return (number + 1) * many // UNIT > number * many // UNIT
+
+
+def exp2_polynomial(x):
+    """Computes 2**x in float32 without the special function unit: x <= 127; 0 from -127 down."""
+    x = jnp.maximum(x, LOWEST_POWER)
+    rounded = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    f = x - rounded
+    total = jnp.full_like(f, POLYNOMIAL[-1])
+    for coefficient in POLYNOMIAL[-2::-1]:
+        total = total * f + coefficient
+    exponent = lax.convert_element_type(rounded, jnp.int32) + 127
+    return total * lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def plain(x, polynomials: float):
+    """Computes 2**x of a tile in the way of `weights`, for the interpreter."""
+    column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.where(is_polynomial(column, polynomials), exp2_polynomial(x), jnp.exp2(x))
+
+
 def _exp2(x, scale, shift):
     return assembly(x.type, "ex2.approx.ftz.f32 $0, $1;", mlir_math.fma(x, scale, shift))
+
+
+def _exp2_polynomial(x, scale, shift, bounded: bool):
+    """Computes exp2_polynomial of x * scale + shift; shift is 0 if `bounded`."""
+    f32, magic = ir.F32Type.get(), f32_constant(MAGIC)
+    if bounded:  # one instruction fewer than below, and no maximum
+        rounded = mlir_math.fma(x, scale, magic)
+        f = mlir_math.fma(x, scale, arith.subf(magic, rounded))
+    else:
+        x = mlir_math.fma(x, scale, shift)
+        x = assembly(f32, "max.NaN.f32 $0, $1, $2;", x, f32_constant(LOWEST_POWER))
+        rounded = arith.addf(x, magic)
+        f = arith.subf(x, arith.subf(rounded, magic))
+    total = f32_constant(POLYNOMIAL[-1])
+    for coefficient in POLYNOMIAL[-2::-1]:
+        total = mlir_math.fma(total, f, f32_constant(coefficient))
+    power = arith.shli(arith.bitcast(ir.IntegerType.get_signless(32), rounded), i32_constant(23))
+    return arith.mulf(total, arith.bitcast(f32, power))
 
 
 def _after(x, word):
@@ -373,17 +429,21 @@ def _converted(dtype, low, high):
     return assembly(ir.IntegerType.get_signless(32), code, high, low)
 
 
-def _weights_body(scale, cap, dtype, threshold, _, x, m, *keys):
-    scale, sums, words = f32_constant(scale), {}, []
+def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
+    (polynomials, bounded), scale, sums, words = shares, f32_constant(scale), {}, []
     registers = np.empty(x.registers.shape, dtype=object)
-    for row, _, index in _places(x.shape, x.layout):
+    for row, col, index in _places(x.shape, x.layout):
         shift = arith.negf(at(m.registers[index], 0))
         if keys and len(words) >= _AHEAD:
             shift = _after(shift, words[-_AHEAD])
         p = []
         for e in range(2):
             logit = at(x.registers[index], e)
-            p.append(_exp2(logit if cap is None else cap.element(logit), scale, shift))
+            args = logit if cap is None else cap.element(logit), scale, shift
+            if is_polynomial(col + e, polynomials):
+                p.append(_exp2_polynomial(*args, bounded))
+            else:
+                p.append(_exp2(*args))
             place = row, e
             sums[place] = arith.addf(sums[place], p[e]) if place in sums else p[e]
         if dtype == jnp.float32:
@@ -399,15 +459,28 @@ def _weights_body(scale, cap, dtype, threshold, _, x, m, *keys):
     return fragmented(registers, x.layout), fragmented(lanes, x.layout)
 
 
-def weights(x, m, log2_scale: float, drop: Drop | None, dtype, cap: Cap | None = None):
+def weights(
+    x,
+    m,
+    log2_scale: float,
+    drop: Drop | None,
+    dtype,
+    *,
+    polynomials: float,
+    bounded: bool,
+    cap: Cap | None = None,
+):
     """Computes (p in dtype, 0 where dropped; row sums of all of p, per thread) of a tile of logits.
 
     Args:
         x: f32 (64, columns) in the WGMMA layout.
-        m: f32, spread over the tile: p is 2**(x * log2_scale - m).
+        m: f32, spread over the tile: p is 2**(x * log2_scale - m). 0 if `bounded`.
         log2_scale: a Python float. With a cap, that of the cap.
         drop: None without dropout, and in float32.
         dtype: bfloat16, float16 or float32.
+        polynomials: share of the exponentials computed by multiply-add units, not the special
+            function unit.
+        bounded: all exponents lie between -126 and 127, as none is hidden and logits are capped.
         cap: softcap of logits to which it has not been applied yet, or None.
     """
     keys = () if drop is None else (drop.q_keys, drop.kv_keys)
@@ -418,7 +491,7 @@ def weights(x, m, log2_scale: float, drop: Drop | None, dtype, cap: Cap | None =
             plgpu.ShapeDtypeStruct(x.shape, dtype, WGMMA),
             plgpu.ShapeDtypeStruct((x.shape[0], LANE_COLS), jnp.float32, WGMMA),
         ),
-    )(functools.partial(_weights_body, log2_scale, cap, dtype, threshold))
+    )(functools.partial(_weights_body, log2_scale, (polynomials, bounded), cap, dtype, threshold))
     return run(x, m, *keys)
 
 

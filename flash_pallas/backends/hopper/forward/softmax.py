@@ -125,7 +125,8 @@ def in_one_pass(plan: ForwardPlan) -> bool:
 
     This is for 16 bits only.
     """
-    return bool(plan.problem.spec.dropout_rate) and plan.problem.dtype != jnp.float32
+    interleaved = plan.problem.spec.dropout_rate or plan.blocks.polynomials
+    return bool(interleaved) and plan.problem.dtype != jnp.float32
 
 
 # --- Logits ---------------------------------------------------------------------------------------
@@ -252,23 +253,38 @@ def exponentials(plan: ForwardPlan, z: Logits, m):
 def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
     """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
     plan, own_cap = cta.plan, cap(cta.plan, z.edges)
-    weigh = functools.partial(weights_with, cta, tile, z, m, dtype)
+    never_empty = z.edges == "none" and not may_be_empty(plan)
+    polynomials, bounded = plan.blocks.polynomials, m is None and never_empty
     if own_cap is None:
-        return weigh(None)
+        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)
+    # Without tangents exponentials have their unit to themselves: an eighth of them as
+    # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
     small = own_cap._replace(small=True)
     is_large = softcap.is_large(z.x, own_cap, plan.interpret)
-    return lax.cond(is_large > 0, lambda: weigh(own_cap), lambda: weigh(small))
+    weigh = functools.partial(weights_with, cta, tile, z, m, dtype)
+    return lax.cond(
+        is_large > 0, lambda: weigh(polynomials, bounded, own_cap), lambda: weigh(0.0, True, small)
+    )
 
 
-def weights_with(cta: ForwardCta, tile: QTile, z: Logits, m, dtype, cap: Cap | None):
-    """Returns what `weights` does, of logits that `cap` is applied to first."""
+def weights_with(
+    cta: ForwardCta,
+    tile: QTile,
+    z: Logits,
+    m,
+    dtype,
+    polynomials: float,
+    bounded: bool,
+    cap: Cap | None = None,
+):
+    """Returns what `weights` does; the last three parameters are of online_softmax.weights."""
     plan, x = cta.plan, z.x
     log2_scale = z.log2_scale if cap is None else cap.log2_scale
     m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
     m = per_row(m, x.shape)
     if plan.interpret:
         x = x if cap is None else cap.plain(x)
-        p = jnp.exp2(x * log2_scale - m)
+        p = online_softmax.plain(x * log2_scale - m, polynomials)
         sums = inline.lane_sums(p, interpret=True)
         return dropped(cta, tile, z, p).astype(dtype), sums
     drop, rate = None, plan.problem.spec.dropout_rate
@@ -276,7 +292,9 @@ def weights_with(cta: ForwardCta, tile: QTile, z: Logits, m, dtype, cap: Cap | N
         place = cta.score_tile(tile, z.kv_block)
         q_keys, kv_keys = place.per_q(z.inputs.q_keys), place.per_kv(z.inputs.kv_keys)
         drop = Drop(q_keys, kv_keys, dropout.threshold(rate))
-    return online_softmax.weights(x, m, log2_scale, drop, dtype, cap)
+    return online_softmax.weights(
+        x, m, log2_scale, drop, dtype, polynomials=polynomials, bounded=bounded, cap=cap
+    )
 
 
 def dropped(cta: ForwardCta, tile: QTile, z: Logits, p):

@@ -73,16 +73,6 @@ class FusedBlocks:
         return self.bias_cluster > 1
 
     @property
-    def staggers(self) -> bool:
-        """True if the CTAs of a head start at different Q tiles, which takes one loop.
-
-        H200, without: 1.09 of the time where the gradient of a bias is summed at head dim 16,
-        T=1024, and 1.02 at 32 (options.json). Warpgroups in ping-pong gain nothing from it at 64,
-        nor do calls without a bias: 1.000 to 1.008 at 32 to 128.
-        """
-        return self.sums_bias and not self.ping_pong
-
-    @property
     def received_rows(self) -> int:
         """Number of keys in the parts that a CTA receives from the others of its cluster."""
         return self.block_kv - self.block_kv // self.bias_cluster
@@ -189,6 +179,7 @@ BIASED = {
         do_stages=3,
         mask_all=True,
         ping_pong=True,
+        late_handover=True,
         bias_cluster=2,
     ),
 }
