@@ -136,7 +136,7 @@ OPTIONS = tuple(
             _of(4, 4096, 32, 64, FULL, CAUSAL, features.SINKS)
             + _of(16, 1024, 32, 64, CAUSAL)
             + _biased(64, 1024),
-            "common.far_rows",
+            "backward.fused.launches",
         ),
         (
             "fused",

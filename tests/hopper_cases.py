@@ -525,7 +525,7 @@ LARGE_ON_DEVICE = (
     _case("long_scores_of_2^30_128", T=1500, S=1500, B=2, N=4, K=2, H=128, magnitude=15),
 )
 
-# Some groups of heads are left to launches of their own; see backends/hopper/common/far_rows.py.
+# Some groups of heads are left to launches of their own; see fused/launches.py.
 FAR_ON_DEVICE = (
     *(
         _case(

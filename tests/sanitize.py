@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 from benchmarks import results
 from flash_pallas.backends.gpu import launch
-from flash_pallas.backends.hopper.common import far_rows
+from flash_pallas.backends.hopper.backward.fused import launches
 from flash_pallas.frontend import dispatch
 
 from . import checks, hopper_decode_cases, ragged_cases, tangent_checks, test_shared_prefix
@@ -183,7 +183,7 @@ def run_case(case: str) -> set[str]:
         launched.add(kernel_name)
         return kernel(*arguments, kernel_name=kernel_name, **options)
 
-    several = mock.patch.object(far_rows, "ENOUGH", 1)
+    several = mock.patch.object(launches, "ENOUGH", 1)
     with mock.patch.object(launch.plgpu, "kernel", spy), several:
         if name in OTHERS:
             OTHERS[name](backend)

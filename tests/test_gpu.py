@@ -19,7 +19,8 @@ from flash_pallas import flash_attention, flash_attention_with_lse, flash_decode
 from flash_pallas.backends.gpu import ahead, jax_compat
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward import dq_sums
-from flash_pallas.backends.hopper.common import far_rows, tile_lists
+from flash_pallas.backends.hopper.backward.fused import launches
+from flash_pallas.backends.hopper.common import tile_lists
 
 from . import (
     checks,
@@ -57,7 +58,7 @@ def test_kernels(case):
 
 @pytest.mark.parametrize("case", FAR_ON_DEVICE, ids=str)
 def test_rows_that_are_left_to_another_launch(case, monkeypatch):
-    monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    monkeypatch.setattr(launches, "ENOUGH", 1)
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 
@@ -65,7 +66,7 @@ def test_rows_that_are_left_to_another_launch(case, monkeypatch):
 def test_dq_is_stored_at_the_diagonal(case, monkeypatch):
     if case in DIAGONAL:  # small: a section is one pair of a batch entry and a head
         monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 0)
-        monkeypatch.setattr(far_rows, "ENOUGH", 1)
+        monkeypatch.setattr(launches, "ENOUGH", 1)
     checks.assert_matches_oracle(checks.bind("hopper"), case, kernels=True)
 
 

@@ -13,7 +13,8 @@ from flash_pallas.backends.gpu import bias_tiles
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward import dq_sums
 from flash_pallas.backends.hopper.backward.dbias import tiles as dbias_tiles
-from flash_pallas.backends.hopper.common import far_rows, tile_lists
+from flash_pallas.backends.hopper.backward.fused import launches
+from flash_pallas.backends.hopper.common import tile_lists
 
 from . import checks
 from .hopper_cases import (
@@ -132,7 +133,7 @@ def test_dq_is_stored_at_the_diagonal(monkeypatch, case):
     monkeypatch.setattr(dq_sums, "cleared", cleared)
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     monkeypatch.setattr(dq_sums, "AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    monkeypatch.setattr(launches, "ENOUGH", 1)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(BACKEND), case, kernels=True)
     assert cleared.called

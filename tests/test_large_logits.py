@@ -11,7 +11,7 @@ import pytest
 
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.common import far_rows
+from flash_pallas.backends.hopper.backward.fused import launches
 from flash_pallas.backends.portable import PortableBackend
 
 from . import checks
@@ -145,7 +145,7 @@ def gradients_of_o_alone(case):
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED, *ON_HOPPER), ids=str)
 def test_hopper_kernels(case, monkeypatch):
-    monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    monkeypatch.setattr(launches, "ENOUGH", 1)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(HOPPER), case, kernels=True)
 
@@ -161,7 +161,7 @@ PAIR_BIAS = [
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", PAIR_BIAS, ids=str)
 def test_launches_of_which_one_is_idle(case, monkeypatch):
-    monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    monkeypatch.setattr(launches, "ENOUGH", 1)
     with race_checked():
         checks.assert_matches_oracle(checks.bind(HOPPER), case)
 

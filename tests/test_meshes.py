@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
-from flash_pallas.backends.hopper.common import far_rows
+from flash_pallas.backends.hopper.backward.fused import launches
 from flash_pallas.core import mesh_axes
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
@@ -439,7 +439,7 @@ def test_the_hopper_kernels_lower_where_axes_are_taken(eight_devices, around):
 @pytest.mark.parametrize("around", ["vmap", "shard_map"])
 def test_launches_for_far_rows_lower_where_axes_are_taken(eight_devices, around, monkeypatch):
     """Lowers launches that write to arrays of another launch, which has axes of its own."""
-    monkeypatch.setattr(far_rows, "ENOUGH", 1)
+    monkeypatch.setattr(launches, "ENOUGH", 1)
     mesh = mesh_of(eight_devices, AxisType.Explicit, data=2, fsdp=2, model=2)
     attend, spec, shape = partial(hopper, causal=False), P("data", None, "model"), (4,)
     if around == "vmap":

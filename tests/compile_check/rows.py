@@ -47,7 +47,7 @@ LONG_MASKS = {"long": (False, 4096, False), "long_causal": (True, 8192, False)}
 # One sequence, for which there are more SMs than tiles and key blocks.
 SMALL_MASKS = {"small": (False, 512, False), "small_causal": (True, 512, False)}
 
-# So many entries that far rows have launches of their own: backends/hopper/common/far_rows.py.
+# So many entries that rows with large logits have a launch of their own: fused/launches.py.
 MANY, MANY_MASKS = 24, {"many": (False, LENGTH, False), "many_causal": (True, LENGTH, False)}
 
 # Causal training steps of real programs. The pairs of an entry and a KV head are no power of two.

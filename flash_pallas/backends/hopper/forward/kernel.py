@@ -41,7 +41,16 @@ from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline
 from ..common.auxiliary_inputs import Place
 from ..common.pipeline import Padding, Ring, rows_of
-from .scheduler import TileScheduler, with_counter
+from .cta import (
+    PER_ROW,
+    ForwardCta,
+    ForwardGmem,
+    ForwardPlan,
+    ForwardRows,
+    QTile,
+    TileScheduler,
+    with_counter,
+)
 from .softmax import (
     bounded_softmax,
     exact_softmax,
@@ -52,19 +61,7 @@ from .softmax import (
     per_row,
     speculative_softmax,
 )
-from .tiles import (
-    PER_ROW,
-    ForwardBlocks,
-    ForwardCta,
-    ForwardGmem,
-    ForwardPlan,
-    ForwardRows,
-    ForwardSmem,
-    QTile,
-    claims_tiles,
-    is_bounded,
-    team_scratch,
-)
+from .tiles import ForwardBlocks, ForwardSmem, claims_tiles, is_bounded, team_scratch
 
 # --- The launch -----------------------------------------------------------------------------------
 

@@ -26,7 +26,8 @@ from ...gpu.ptx import inline, online_softmax, softcap
 from ...gpu.ptx.online_softmax import Drop, Maxima
 from ...gpu.ptx.softcap import Cap
 from ..common.pipeline import warpgroup_rows
-from .tiles import ForwardCta, ForwardPlan, ForwardRows, QTile, is_bounded
+from .cta import ForwardCta, ForwardPlan, ForwardRows, QTile
+from .tiles import is_bounded
 
 # --- The softmax of a step ------------------------------------------------------------------------
 

@@ -1,42 +1,37 @@
-"""The forward kernel outside its loop: tile sizes, shared memory, and which KV blocks it reads."""
+"""Tile sizes of the forward kernel, how they are chosen, and its shared memory."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core import integers as ints
 from ....core import softmax
-from ....core.mask import Limits, Mask
-from ....core.problem import Outputs, Problem
-from ....core.scores import TileInputs
-from ...gpu import auxiliary_arrays
+from ....core.problem import Problem
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...gpu.ptx.online_softmax import far_of
-from ...gpu.score_tile import RegisterTile
 from ..common.auxiliary_inputs import (
     AuxiliaryInputs,
-    Place,
     Streamed,
     many,
     modifiers,
     wants_narrow_tiles,
 )
-from ..common.pipeline import Padding, Ring, fits, loader, row_buffer, rows_of
-from ..common.tile_lists import TileList, largest
+from ..common.pipeline import Ring, fits, row_buffer
+from ..common.tile_lists import largest
 from ..common.wgmma import Matmuls
-from .scheduler import SLOTS, TileScheduler
 
 # --- Tile sizes of the forward kernel: which can be chosen, which are chosen, and why -------------
 
 NATIVE_HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # of q and k, and of v, independently
+
+
+# Slots for the numbers of claimed tiles. One is written again two tiles later: by then its readers
+# have released the Q of its tile.
+SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,362 +471,3 @@ def scratch(
 def team_scratch(problem: Problem, blocks: ForwardBlocks, *arrays) -> tuple[ForwardSmem, ...]:
     """Returns what a CTA allocates, `scratch` for each of its teams."""
     return (scratch(problem, blocks, *arrays),) * blocks.teams
-
-
-# --- The plan of a launch, the refs of a CTA, its Q tiles and the KV blocks they read -------------
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardPlan:
-    """Everything about a launch that is known at trace time.
-
-    Attributes:
-        problem: the attention problem that is computed.
-        blocks: tile sizes, with the options that the problem can have.
-        scheduler: the Q tiles of each CTA.
-        interpret: run by the interpreter.
-    """
-
-    problem: Problem
-    blocks: ForwardBlocks
-    scheduler: TileScheduler
-    interpret: bool
-
-    @functools.cached_property
-    def aux(self) -> AuxiliaryInputs:
-        """The auxiliary inputs: what modifiers read besides Q, K and V."""
-        return AuxiliaryInputs(self.problem, q_axis=0)
-
-    @property
-    def cta_type(self) -> type[ForwardCta]:
-        """The class of this plan's CTAs."""
-        return ForwardCta
-
-    @functools.cached_property
-    def tangent_aux(self) -> AuxiliaryInputs | None:
-        """Tangents of `aux`, as the inputs of another call; None but in tangent/kernel.py."""
-        return None
-
-    @functools.cached_property
-    def matmuls(self) -> Matmuls:
-        """Matmuls of operands of the call's dtype."""
-        return Matmuls(self.problem.dtype, self.interpret)
-
-    @property
-    def dynamic(self) -> bool:
-        """True if arrays decide which KV blocks a tile reads."""
-        return self.problem.is_dynamic
-
-    @functools.cached_property
-    def far(self) -> float:
-        """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
-        return far_of(self.problem.spec, self.problem.dtype)
-
-    @property
-    def keeps_shift(self) -> bool:
-        """True if the shift of rows lies in shared memory; see the function of this name."""
-        return bool(self.far and self.blocks.speculates)
-
-    def kv_tile_range(self, position):
-        """Returns (first, count) of the KV blocks of a tile whose first query is at `position`."""
-        kv_len, block_kv, mask = self.problem.kv_len, self.blocks.block_kv, self.problem.spec.mask
-        kv_range = mask.kv_blocks(position, self.blocks.tile_rows, kv_len, block_kv)
-        if mask.left is None:
-            return 0, ints.maximum(kv_range.stop, 1)
-        start = ints.minimum(kv_range.start, -(-kv_len // block_kv) - 1)
-        return start, ints.maximum(kv_range.stop - start, 1)
-
-    def whole_kv_tiles(self, position):
-        """Returns (first, one past the last) of the KV blocks that a warpgroup sees whole.
-
-        The first query of the warpgroup is at `position`. The end of the keys does not count as an
-        edge: where the keys end, the block is the tile's last, which is masked anyway.
-        """
-        block_kv = self.blocks.block_kv
-        kv_len = ints.round_up(self.problem.kv_len, block_kv)
-        kv_range = self.problem.spec.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, block_kv)
-        return kv_range.full_start, kv_range.full_stop
-
-    def masked_edges(self) -> tuple[bool, bool]:
-        """Returns whether some warpgroup masks KV blocks (left, right) of those that it sees whole.
-
-        The tile's last block does not count, because it is always masked.
-        """
-        spec, rows = self.problem.spec, self.blocks.tile_rows
-        if self.problem.traced_offset:
-            return spec.mask.left is not None, spec.mask.right is not None
-        left = right = False
-        for row in range(0, self.problem.q_len, WARPGROUP_ROWS):
-            start, count = self.kv_tile_range(row // rows * rows + spec.q_offset)
-            full_start, full_stop = self.whole_kv_tiles(row + spec.q_offset)
-            last = start + count - 1
-            left |= min(full_start, last) > start
-            right |= full_stop < last
-        return left, right
-
-
-PER_ROW = ("lse_log2", "shift", "max_logit")  # the results of one value a row
-
-
-class ForwardGmem(NamedTuple):
-    """Operands in device memory."""
-
-    q: Any  # [B, T, N, H], an operand of common/wgmma.py, as are k and v
-    k: Any  # [B, S, K, H]
-    v: Any  # [B, S, K, Hv]
-    table: Any  # int32, see scheduler.py
-    q_offset: Any = None  # int32[B]; None unless it is traced
-    kv_bounds: Any = None  # int32[B, Q tiles, 2], see core/bounds.py; None where arithmetic says
-    kv_whole: Any = None  # int32[B, T / 64, 2], see core/bounds.py, where problem.hides_by_arrays
-    lists: Any = None  # BlockLists of Q tiles, in place of both; None unless problem.is_listed
-    padding: Padding | None = None  # of the keys
-    aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
-    tangents: Any = None  # TangentTiles of these operands; None but in tangent/kernel.py
-    ragged: Any = None  # RaggedGmem; None but in ragged/kernel.py
-
-
-class TangentTiles(NamedTuple):
-    """Tangents of a call's operands, which are loaded with them; in device or in shared memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    aux: Any  # AuxiliaryGmem or Streamed; what of it has no tangent is None
-
-
-class QTile(NamedTuple):
-    """A Q tile and the KV blocks that it reads."""
-
-    batch: Any
-    head: Any
-    block: Any  # index of the Q tile
-    position: Any  # of the tile's first query
-    kv_start: Any  # first of its KV blocks; the int 0 where all tiles start there
-    kv_blocks: Any  # how many; at least one, so that every tile writes its output
-    used: Any = 0  # uses of the K and V rings before its first block
-    fragments: Any = None  # TileInputs, the auxiliary inputs of a warpgroup's rows
-    listed: TileList | None = None  # its KV blocks, where lists say which they are
-    step_block: Any = None  # the KV block of the step, where it was looked up early
-    ragged: Any = None  # TileRow of ragged/tiles.py; None but in ragged/kernel.py
-
-    @property
-    def kv_stop(self):
-        """One past the last KV block of the tile."""
-        return self.kv_blocks if ints.is_static(self.kv_start) else self.kv_start + self.kv_blocks
-
-    def kv_block(self, j):
-        """Returns the index of the j-th KV block: from the right, or in the order of its list."""
-        if self.listed is None:
-            return self.kv_stop - 1 - j
-        return self.listed[j] if self.step_block is None else self.step_block
-
-
-class ForwardRows(NamedTuple):
-    """State of its rows that a warpgroup carries from step to step."""
-
-    p: Any  # Matmuls.split of the weights of the block whose PV is still to be issued
-    maxima: Any  # Maxima of 64 rows; None in a bounded softmax
-    l: Any  # f32[64, 8] running sums of each thread's own columns
-    # f32[64], bits of gpu/ptx/online_softmax.py; None unless the softmax is bounded
-    only: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardCta:
-    """One CTA, as one of its warpgroups sees it: the plan and all refs.
-
-    With several teams, each of them is a ForwardCta.
-
-    Attributes:
-        plan: the plan of the launch.
-        gmem: operands in device memory.
-        out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], a result of
-            common/wgmma.py, the others f32[B, N, rows] or None.
-        smem: shared memory and barriers.
-        k, v: the rings of K and V.
-        index: index of the CTA.
-        wg: index of the warpgroup.
-        counter: int32[1] in device memory, of tiles claimed beyond the first of each CTA; or None.
-    """
-
-    plan: ForwardPlan
-    gmem: ForwardGmem
-    out: Outputs
-    smem: ForwardSmem
-    k: Ring
-    v: Ring
-    index: Any
-    wg: Any
-    counter: Any
-
-    @property
-    def running_shift(self):
-        """This warpgroup's shift in shared memory; None: it is in registers, or there is none."""
-        return self.smem.running_shift.at[self.wg] if self.plan.keeps_shift else None
-
-    def q_tile(self, number) -> QTile:
-        """Returns the Q tile with this number; for a number past the last one, any."""
-        plan, scheduler = self.plan, self.plan.scheduler
-        if scheduler.dynamic:
-            number = lax.min(number, jnp.int32(scheduler.num_tiles - 1))
-        # Traced: a static start past the array's end would be refused.
-        batch, head, block = map(jnp.int32, scheduler.tile(number))
-        offset = plan.problem.spec.q_offset
-        if plan.problem.traced_offset:
-            offset = self.gmem.q_offset[batch]
-        position, listed = block * plan.blocks.tile_rows + offset, None
-        if plan.problem.is_listed:
-            listed = TileList.of(plan.problem, self.gmem.lists, (batch, head, block))
-            start, count = 0, listed.steps
-        elif plan.dynamic:
-            start, stop = (self.gmem.kv_bounds[batch, block, end] for end in (0, 1))
-            count = lax.max(stop - start, jnp.int32(1))
-        else:
-            start, count = plan.kv_tile_range(position)
-        return QTile(
-            batch, head, block, jnp.int32(position), start, jnp.int32(count), listed=listed
-        )
-
-    def zones(self, tile: QTile):
-        """Returns the loops over KV blocks, from the right: [(edges, first, one past the last)].
-
-        `edges` says what may hide keys of these blocks, as for `limits`.
-        """
-        first, last = jnp.int32(1), tile.kv_blocks
-        if tile.listed is not None:
-            plain = lax.clamp(first, tile.listed.partial, last)
-            return [("all", first, plain), ("none", plain, last)]
-        if self.plan.problem.hides_by_arrays:
-            return self.zones_by_arrays(tile)
-        left, right = self.plan.masked_edges()
-        if not left and not right:
-            return [("none", first, last)]
-        full_start, full_stop = map(jnp.int32, self.whole_kv_tiles(tile))
-        zones, plain = [], first
-        if right:
-            plain = lax.clamp(first, tile.kv_stop - full_stop, last)
-            zones.append(("right", first, plain))
-        if not left:
-            return [*zones, ("none", plain, last)]
-        masked = lax.clamp(plain, tile.kv_stop - full_start, last)
-        return [*zones, ("none", plain, masked), ("left", masked, last)]
-
-    def zones_by_arrays(self, tile: QTile):
-        """Returns `zones` where arrays hide keys: only blocks of bounds.kv_whole are not masked."""
-        first, last = jnp.int32(1), tile.kv_blocks
-        # The last warpgroups of the last tile may have no rows.
-        rows = lax.min(
-            tile.block * self.plan.blocks.warpgroups + self.wg,
-            jnp.int32(self.gmem.kv_whole.shape[1] - 1),
-        )
-        start, stop = (self.gmem.kv_whole[tile.batch, rows, end] for end in (0, 1))
-        if not self.plan.problem.spec.mask.is_trivial:
-            full_start, full_stop = map(jnp.int32, self.whole_kv_tiles(tile))
-            start, stop = lax.max(start, full_start), lax.min(stop, full_stop)
-        plain = lax.clamp(first, tile.kv_stop - stop, last)
-        masked = lax.clamp(plain, tile.kv_stop - start, last)
-        return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
-
-    def whole_kv_tiles(self, tile: QTile):
-        """Returns (first, one past the last) of the KV blocks that this warpgroup sees whole."""
-        return self.plan.whole_kv_tiles(tile.position + self.wg * WARPGROUP_ROWS)
-
-    def row_fragments(self, tile: QTile) -> TileInputs:
-        """Loads the auxiliary inputs that this warpgroup's rows of a Q tile keep in registers."""
-        blocks = self.plan.blocks
-        row = tile.block * blocks.tile_rows + self.wg * WARPGROUP_ROWS
-        place = Place(tile.batch, tile.head, row, 0, WARPGROUP_ROWS, blocks.block_kv)
-        return self.plan.aux.fragments(self.gmem.aux, place)
-
-    def score_tile(self, tile: QTile, kv_block) -> RegisterTile:
-        """Returns the place of this warpgroup's scores [64, block_kv] of a KV block."""
-        plan, block_kv = self.plan, self.plan.blocks.block_kv
-        q_start = tile.position + self.wg * WARPGROUP_ROWS
-        kv_start, shape = kv_block * block_kv, (WARPGROUP_ROWS, block_kv)
-        precise = plan.problem.dtype == jnp.float32
-        return RegisterTile(q_start, kv_start, shape, interpret=plan.interpret, precise=precise)
-
-    def limits(self, tile: QTile, kv_block, edges: str) -> Limits:
-        """Returns the limits of what this warpgroup's rows see of a KV block.
-
-        Args:
-            tile: the Q tile.
-            kv_block: index of the KV block.
-            edges: what may hide keys of the block: "last" (it may reach past the last key), "left",
-                "right", "all" (arrays and both edges) or "none".
-        """
-        place, mask = self.score_tile(tile, kv_block), self.plan.problem.spec.mask
-        if edges == "none":
-            return Limits()
-        if edges == "last":
-            return place.limits(mask, self.kv_len(tile))
-        if edges == "all":  # the last block may stand anywhere in a list
-            return place.limits(mask, None if tile.listed is None else self.ragged_len(tile))
-        # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
-        left, right = mask.left, mask.right
-        if left is not None and right is not None and left + right >= sum(place.shape):
-            mask = Mask(left=left) if edges == "left" else Mask(right=right)
-        return place.limits(mask)
-
-    def kv_len(self, tile: QTile):
-        """Returns where the keys end for a tile's first step; None if that hides nothing."""
-        if tile.listed is None:
-            return self.ragged_len(tile)
-        kv_len = self.ragged_len(tile)
-        return tile.listed.keys_seen(self.plan.problem.kv_len if kv_len is None else kv_len)
-
-    def ragged_len(self, tile: QTile):
-        """Returns where the keys end; None if that is at the end of a block."""
-        kv_len = self.plan.problem.kv_len
-        if "kv_lengths" in self.plan.problem.features:
-            return lax.min(self.gmem.aux.kv_lengths[tile.batch], jnp.int32(kv_len))
-        return kv_len if kv_len % self.plan.blocks.block_kv else None
-
-    def moving(self, name: str) -> list[tuple[Any, Any]]:
-        """Returns the refs (device memory, shared memory) of q, k or v, and of its tangent."""
-        pairs = [(self.gmem, self.smem), (self.gmem.tangents, self.smem.tangents)]
-        return [
-            (getattr(gmem, name), getattr(smem, name)) for gmem, smem in pairs if gmem is not None
-        ]
-
-    # --- where Q rows, keys and results lie -------------------------------------------------------
-
-    def rows_at(self, tile: QTile, wg):
-        """Returns the index of a warpgroup's rows in q and o: (batch, rows, head)."""
-        first_row = tile.block * self.plan.blocks.tile_rows + wg * WARPGROUP_ROWS
-        return tile.batch, pl.ds(first_row, WARPGROUP_ROWS), tile.head
-
-    def keys_at(self, tile: QTile, block):
-        """Returns the index of a KV block in k and v: (batch, keys, head)."""
-        block_kv = self.plan.blocks.block_kv
-        keys = pl.ds(block * block_kv, block_kv)
-        return tile.batch, keys, lax.div(tile.head, jnp.int32(self.plan.problem.group))
-
-    def copy_k(self, keys, slot, full):
-        """Issues the copies of a block of K, at `keys_at`, into its slot."""
-        for source, target in self.moving("k"):
-            plgpu.copy_gmem_to_smem(rows_of(source, keys, target), target.at[slot], full)
-
-    def copy_v(self, tile: QTile, block, keys, slot, full):
-        """Issues the copies of a block of V, at `keys_at`, into its slot; zeroes its padding."""
-        plan = self.plan
-        width, rows = plan.problem.v_head_dim, plan.blocks.block_kv
-        swizzle = plan.matmuls.swizzle(width, self.gmem.v, summed_rows=rows)
-        load = loader(self.gmem.padding, self.smem.v_arrived, swizzle, plan.interpret)
-        for source, target in self.moving("v"):
-            load(rows_of(source, keys, target), target.at[slot], full, tile.batch, block)
-
-    def store_rows(self, tile: QTile, wg, staging):
-        """Issues the copies of a warpgroup's results: O, which is in `staging`, and its rows."""
-        batch, rows, head = index = self.rows_at(tile, wg)
-        plgpu.copy_smem_to_gmem(staging.at[wg], rows_of(self.out.o, index, staging))
-        for name in PER_ROW:
-            buffer, target = getattr(self.smem, name), getattr(self.out, name)
-            if buffer is not None:
-                plgpu.copy_smem_to_gmem(buffer.at[wg], target.at[batch, head, rows])
-
-    def wait_pv(self, o_acc, use):
-        """Waits for PV of the block before ring position `use`, releases its V, and returns O."""
-        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-        self.v.release(use - 1)
-        return o

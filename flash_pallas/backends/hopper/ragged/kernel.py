@@ -37,17 +37,17 @@ from ..decode.combine import CombineKernel
 from ..decode.kernel import decode_packed, launched
 from ..decode.plan import DecodePlan, DecodeResults, Packed
 from ..decode.shared import decode_shared
-from ..forward.kernel import forward_teams
-from ..forward.scheduler import SLOTS, TileScheduler, with_state
-from ..forward.tiles import (
+from ..forward.cta import (
     PER_ROW,
-    ForwardBlocks,
     ForwardCta,
     ForwardGmem,
     ForwardPlan,
     QTile,
-    claims_tiles,
+    TileScheduler,
+    with_state,
 )
+from ..forward.kernel import forward_teams
+from ..forward.tiles import SLOTS, ForwardBlocks, claims_tiles
 from .tiles import (
     EMPTY,
     TileRow,

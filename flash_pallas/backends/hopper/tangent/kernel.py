@@ -47,18 +47,10 @@ from ...gpu.ptx import inline, online_softmax
 from ...gpu.ptx.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
 from ..common.pipeline import rows_of, warpgroup_rows
+from ..forward.cta import ForwardCta, ForwardGmem, ForwardRows, QTile, TangentTiles, TileScheduler
 from ..forward.kernel import drain_inline, load_inline_first, produce
-from ..forward.scheduler import TileScheduler
 from ..forward.softmax import finish, finite, per_row, unseen
-from ..forward.tiles import (
-    ForwardBlocks,
-    ForwardCta,
-    ForwardGmem,
-    ForwardRows,
-    ForwardSmem,
-    QTile,
-    TangentTiles,
-)
+from ..forward.tiles import ForwardBlocks, ForwardSmem
 from .tiles import RowsGmem, TangentPlan, tangent_scratch, whole_rows
 
 # --- The launch -----------------------------------------------------------------------------------

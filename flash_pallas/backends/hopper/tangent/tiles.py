@@ -14,14 +14,8 @@ from ....core.problem import Problem
 from ...gpu import auxiliary_arrays
 from ..common.auxiliary_inputs import AuxiliaryInputs, many, modifiers, wants_narrow_tiles
 from ..common.pipeline import fits
-from ..forward.tiles import (
-    ForwardBlocks,
-    ForwardPlan,
-    ForwardSmem,
-    TangentTiles,
-    is_plain,
-    scratch,
-)
+from ..forward.cta import ForwardPlan, TangentTiles
+from ..forward.tiles import ForwardBlocks, ForwardSmem, is_plain, scratch
 
 # --- Tile sizes -----------------------------------------------------------------------------------
 

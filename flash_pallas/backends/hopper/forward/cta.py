@@ -1,0 +1,644 @@
+"""Which Q tiles a CTA takes, in which order, and what it knows of one: its refs and its KV blocks.
+
+A CTA that is not persistent has one tile. A persistent one has every `num_ctas`-th tile; if causal,
+the tiles of a table that is computed at trace time; where arrays decide what a tile costs, those
+that it claims from a counter in device memory. Where lists of keys say what a tile costs, tiles
+with long lists come first: see longest_first in core/block_lists.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ....core import integers as ints
+from ....core.block_lists import BlockLists
+from ....core.mask import Limits, Mask
+from ....core.problem import Outputs, Problem
+from ....core.scores import TileInputs
+from ...gpu import auxiliary_arrays
+from ...gpu.launch import WARPGROUP_ROWS
+from ...gpu.ptx import tile_claims
+from ...gpu.ptx.online_softmax import far_of
+from ...gpu.score_tile import RegisterTile
+from ..common import tile_lists
+from ..common.auxiliary_inputs import AuxiliaryInputs, Place
+from ..common.pipeline import Padding, Ring, loader, rows_of
+from ..common.tile_lists import TileList
+from ..common.wgmma import Matmuls
+from .tiles import SLOTS, ForwardBlocks, ForwardSmem
+
+# --- The tile scheduler ---------------------------------------------------------------------------
+
+# K and V of the heads worked on at one time should stay in the 50 MB L2; 16 MB measured best on
+# H200 for causal attention (all 16 heads at once, 33 MB at T = 4k: 5 % slower).
+SWIZZLE_BYTES = 16 << 20
+
+# Above this many tiles the list schedule is not worth its size: round-robin over tiles sorted by
+# length is then within one tile of balanced.
+MAX_TABLE_TILES = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class TileScheduler:
+    """Numbers the Q tiles and gives each of them to a CTA.
+
+    Attributes:
+        batch, heads, q_tiles: number of each.
+        swizzle_heads: number of heads worked on together (their K and V stay in L2).
+        longest_first: causal: tiles of these heads run from the last Q tile to the first.
+        num_ctas: number of CTAs.
+        uses_table: CTAs go through the lists of `table`.
+        dynamic: CTAs claim tiles instead of going through a list.
+        has_lists: the tiles have lists of keys, with an order that is followed.
+        interpret: run by the interpreter, where every CTA claims every `num_ctas`-th tile.
+    """
+
+    batch: int
+    heads: int
+    q_tiles: int
+    swizzle_heads: int
+    longest_first: bool
+    num_ctas: int
+    uses_table: bool
+    dynamic: bool
+    interpret: bool
+    has_lists: bool = False
+
+    @classmethod
+    def of(
+        cls, problem: Problem, tile_rows: int, num_ctas: int | None, dynamic: bool, interpret: bool
+    ) -> TileScheduler:
+        """Chooses the schedule of a problem's tiles.
+
+        Q tiles are fastest where most cost the same. If causal, heads are fastest, and the longest
+        tiles come first.
+
+        Args:
+            problem: a problem with native head dims.
+            tile_rows: number of query rows in a tile.
+            num_ctas: number of persistent CTAs, of which some may be teams of one; None: a CTA for
+                each tile.
+            dynamic: CTAs claim tiles.
+            interpret: run by the interpreter.
+        """
+        q_tiles, heads = -(-problem.q_len // tile_rows), problem.batch * problem.q_heads
+        num_tiles, mask = heads * q_tiles, problem.spec.mask
+        # Neighbouring tiles of a window share keys, and all but the first have equally many.
+        windowed = mask.left is not None and 2 * mask.left < problem.kv_len
+        longest_first = not (mask.right is None or windowed or problem.is_listed)
+        swizzle_heads = 1
+        if longest_first:
+            kv_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * 2
+            swizzle_heads = max(problem.group, min(heads, SWIZZLE_BYTES // max(kv_bytes, 1)))
+            while heads % swizzle_heads:
+                swizzle_heads -= 1
+        return cls(
+            batch=problem.batch,
+            heads=problem.q_heads,
+            q_tiles=q_tiles,
+            swizzle_heads=swizzle_heads,
+            longest_first=longest_first,
+            num_ctas=num_tiles if num_ctas is None else min(num_ctas, num_tiles),
+            uses_table=num_ctas is not None and longest_first and num_tiles <= MAX_TABLE_TILES,
+            dynamic=dynamic,
+            interpret=interpret,
+            has_lists=problem.is_listed,
+        )
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of tiles, of all batch entries and heads."""
+        return self.batch * self.heads * self.q_tiles
+
+    def tile(self, number) -> tuple[Any, Any, Any]:
+        """Returns (batch, head, Q block) of a tile; its number is a Python int or traced int32."""
+        swizzle = self.swizzle_heads * self.q_tiles
+        first, within = ints.floor_div(number, swizzle), ints.remainder(number, swizzle)
+        block = ints.floor_div(within, self.swizzle_heads)
+        if self.longest_first:
+            block = self.q_tiles - 1 - block
+        head = first * self.swizzle_heads + ints.remainder(within, self.swizzle_heads)
+        return ints.floor_div(head, self.heads), ints.remainder(head, self.heads), block
+
+    def table(self, cost_of_block: Callable) -> np.ndarray:
+        """Returns the table, an operand of the kernel; cost_of_block(Q block) is in KV blocks."""
+        if not self.uses_table:
+            return np.zeros((1, 1), np.int32)
+        per_block = np.array([cost_of_block(i) for i in range(self.q_tiles)])
+        costs = [per_block[self.tile(number)[2]] + 1.0 for number in range(self.num_tiles)]
+        return list_schedule(np.array(costs), self.num_ctas)
+
+    def ordered(self, lists: BlockLists) -> BlockLists:
+        """Returns the lists of all tiles, with their order; one past the last can be claimed."""
+        lists = tile_lists.ordered(lists, self.batch, self.heads)
+        past = jnp.full(self.num_ctas, self.num_tiles, jnp.int32)
+        return lists._replace(order=jnp.concatenate([lists.order, past]))
+
+    # --- in the kernel: `cta` is a ForwardCta, and its n-th tile is counted from 0 ----------------
+
+    def count(self, cta):
+        """Returns how many tiles are listed for this CTA."""
+        if self.uses_table:
+            return cta.gmem.table[cta.index, 0]
+        least, rest = divmod(self.num_tiles, self.num_ctas)
+        return jnp.int32(least) + (cta.index < rest).astype(jnp.int32) if rest else jnp.int32(least)
+
+    def listed(self, cta, n):
+        """Returns the number of the CTA's n-th tile; of any tile where it has fewer."""
+        if self.uses_table:
+            return cta.gmem.table[cta.index, n + 1]
+        number = lax.min(n * self.num_ctas + cta.index, jnp.int32(self.num_tiles - 1))
+        return cta.gmem.lists.order[number] if self.has_lists else number
+
+    def after(self, cta, n):
+        """Returns (number of the tile after the n-th of the list, whether there is one)."""
+        n, count = n + 1, self.count(cta)
+        return self.listed(cta, n), n < count
+
+    def first(self, cta):
+        """Returns the number of the CTA's first tile."""
+        if self.dynamic and not self.has_lists:
+            return jnp.int32(cta.index)
+        return self.listed(cta, jnp.int32(0))
+
+    def exists(self, cta, number):
+        """Returns whether there is a tile with this number; one past the last can be claimed."""
+        return number < self.num_tiles
+
+    def claim(self, cta, n):
+        """Claims (producer) the tile after the n-th; returns (its number, whether it exists)."""
+        if not self.dynamic:
+            return self.after(cta, n)
+        slot = lax.rem(n + 1, jnp.int32(SLOTS))
+        target = cta.smem.tile_numbers.at[slot]
+        if self.interpret:
+            number = jnp.int32((n + 1) * self.num_ctas + cta.index)
+            if self.has_lists:
+                number = cta.gmem.lists.order[number]
+            cta.smem.tile_numbers[slot] = jnp.full((1,), number)
+        else:
+            order = cta.gmem.lists.order if self.has_lists else None
+            number = tile_claims.claim(self.num_ctas, cta.counter, target, order)
+            if not self.has_lists:
+                number = number + jnp.int32(self.num_ctas)
+        plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
+        return number, self.exists(cta, number)
+
+    def claim_ahead(self, cta, n):
+        """Does nothing; a subclass may claim here, before it loads the n-th tile, for `claimed`."""
+
+    def claimed(self, cta, n):
+        """Returns what `claim` returns; called when the n-th tile has been loaded."""
+        return self.claim(cta, n)
+
+    def following(self, cta, n):
+        """Waits for what the producer's `claim` returns, in a compute warpgroup once per tile."""
+        if not self.dynamic:
+            return self.after(cta, n)
+        slot = lax.rem(n + 1, jnp.int32(SLOTS))
+        plgpu.barrier_wait(cta.smem.tile_full.at[slot])
+        number = cta.smem.tile_numbers[slot, 0]
+        if not self.interpret and not self.has_lists:
+            number = number + jnp.int32(self.num_ctas)
+        return number, self.exists(cta, number)
+
+    def each(self, cta, body: Callable, carry):
+        """Runs carry, (number, _) = body(n, number, carry) for each tile; returns the last carry.
+
+        body's (number, _) are those of `claim` or `following`.
+        """
+        if not self.dynamic:
+            count = self.count(cta)
+            step = lambda n, carry: body(n, self.listed(cta, n), carry)[0]
+            return lax.fori_loop(jnp.int32(0), count, step, carry)
+
+        def claimed(state):
+            n, number, carry = state
+            carry, (number, _) = body(n, number, carry)
+            return n + 1, number, carry
+
+        more = lambda state: self.exists(cta, state[1])
+        return lax.while_loop(more, claimed, (jnp.int32(0), self.first(cta), carry))[2]
+
+
+def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
+    """Assigns tiles in order, each to the worker that is free first, as a dynamic scheduler would.
+
+    Returns int32[workers, longest + 3]: column 0 is the worker's number of tiles, then their
+    numbers, then padding (a kernel reads up to two entries past the end).
+    """
+    free_at = [(0.0, worker) for worker in range(workers)]
+    lists: list[list[int]] = [[] for _ in range(workers)]
+    for tile, cost in enumerate(costs):
+        time, worker = heapq.heappop(free_at)
+        lists[worker].append(tile)
+        heapq.heappush(free_at, (time + float(cost), worker))
+    table = np.zeros((workers, max(map(len, lists)) + 3), np.int32)
+    for worker, tiles in enumerate(lists):
+        table[worker, 0] = len(tiles)
+        table[worker, 1 : 1 + len(tiles)] = tiles
+    return table
+
+
+def with_counter(kernel: Callable, results):
+    """Calls kernel(counter) with a new counter in device memory, int32[1] that starts at 0.
+
+    Args:
+        kernel: function that returns arrays.
+        results: shapes and dtypes of these arrays, a pytree.
+    """
+
+    return with_state(kernel, jnp.zeros((1,), jnp.int32), results)[1]
+
+
+def with_state(kernel: Callable, state, results):
+    """Calls kernel(refs of `state`), which may change it in place.
+
+    Args:
+        kernel: function that returns arrays.
+        state: arrays, a pytree.
+        results: shapes and dtypes of what the kernel returns, a pytree.
+
+    Returns:
+        (`state` after the call, what the kernel returned).
+    """
+
+    def run(refs):
+        changed, out = refs
+        arrays = jax.tree.leaves(kernel(changed))
+        for ref, array in zip(jax.tree.leaves(out), arrays, strict=True):
+            ref[...] = array
+
+    # The results are overwritten, and XLA drops their zeros.
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
+    return pl.run_state(run)((state, zeros))
+
+
+# --- The plan of a launch, the refs of a CTA, its Q tiles and the KV blocks they read -------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """Everything about a launch that is known at trace time.
+
+    Attributes:
+        problem: the attention problem that is computed.
+        blocks: tile sizes, with the options that the problem can have.
+        scheduler: the Q tiles of each CTA.
+        interpret: run by the interpreter.
+    """
+
+    problem: Problem
+    blocks: ForwardBlocks
+    scheduler: TileScheduler
+    interpret: bool
+
+    @functools.cached_property
+    def aux(self) -> AuxiliaryInputs:
+        """The auxiliary inputs: what modifiers read besides Q, K and V."""
+        return AuxiliaryInputs(self.problem, q_axis=0)
+
+    @property
+    def cta_type(self) -> type[ForwardCta]:
+        """The class of this plan's CTAs."""
+        return ForwardCta
+
+    @functools.cached_property
+    def tangent_aux(self) -> AuxiliaryInputs | None:
+        """Tangents of `aux`, as the inputs of another call; None but in tangent/kernel.py."""
+        return None
+
+    @functools.cached_property
+    def matmuls(self) -> Matmuls:
+        """Matmuls of operands of the call's dtype."""
+        return Matmuls(self.problem.dtype, self.interpret)
+
+    @property
+    def dynamic(self) -> bool:
+        """True if arrays decide which KV blocks a tile reads."""
+        return self.problem.is_dynamic
+
+    @functools.cached_property
+    def far(self) -> float:
+        """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
+        return far_of(self.problem.spec, self.problem.dtype)
+
+    @property
+    def keeps_shift(self) -> bool:
+        """True if the shift of rows lies in shared memory; see the function of this name."""
+        return bool(self.far and self.blocks.speculates)
+
+    def kv_tile_range(self, position):
+        """Returns (first, count) of the KV blocks of a tile whose first query is at `position`."""
+        kv_len, block_kv, mask = self.problem.kv_len, self.blocks.block_kv, self.problem.spec.mask
+        kv_range = mask.kv_blocks(position, self.blocks.tile_rows, kv_len, block_kv)
+        if mask.left is None:
+            return 0, ints.maximum(kv_range.stop, 1)
+        start = ints.minimum(kv_range.start, -(-kv_len // block_kv) - 1)
+        return start, ints.maximum(kv_range.stop - start, 1)
+
+    def whole_kv_tiles(self, position):
+        """Returns (first, one past the last) of the KV blocks that a warpgroup sees whole.
+
+        The first query of the warpgroup is at `position`. The end of the keys does not count as an
+        edge: where the keys end, the block is the tile's last, which is masked anyway.
+        """
+        block_kv = self.blocks.block_kv
+        kv_len = ints.round_up(self.problem.kv_len, block_kv)
+        kv_range = self.problem.spec.mask.kv_blocks(position, WARPGROUP_ROWS, kv_len, block_kv)
+        return kv_range.full_start, kv_range.full_stop
+
+    def masked_edges(self) -> tuple[bool, bool]:
+        """Returns whether some warpgroup masks KV blocks (left, right) of those that it sees whole.
+
+        The tile's last block does not count, because it is always masked.
+        """
+        spec, rows = self.problem.spec, self.blocks.tile_rows
+        if self.problem.traced_offset:
+            return spec.mask.left is not None, spec.mask.right is not None
+        left = right = False
+        for row in range(0, self.problem.q_len, WARPGROUP_ROWS):
+            start, count = self.kv_tile_range(row // rows * rows + spec.q_offset)
+            full_start, full_stop = self.whole_kv_tiles(row + spec.q_offset)
+            last = start + count - 1
+            left |= min(full_start, last) > start
+            right |= full_stop < last
+        return left, right
+
+
+PER_ROW = ("lse_log2", "shift", "max_logit")  # the results of one value a row
+
+
+class ForwardGmem(NamedTuple):
+    """Operands in device memory."""
+
+    q: Any  # [B, T, N, H], an operand of common/wgmma.py, as are k and v
+    k: Any  # [B, S, K, H]
+    v: Any  # [B, S, K, Hv]
+    table: Any  # int32, see TileScheduler
+    q_offset: Any = None  # int32[B]; None unless it is traced
+    kv_bounds: Any = None  # int32[B, Q tiles, 2], see core/bounds.py; None where arithmetic says
+    kv_whole: Any = None  # int32[B, T / 64, 2], see core/bounds.py, where problem.hides_by_arrays
+    lists: Any = None  # BlockLists of Q tiles, in place of both; None unless problem.is_listed
+    padding: Padding | None = None  # of the keys
+    aux: auxiliary_arrays.AuxiliaryGmem = auxiliary_arrays.AuxiliaryGmem()
+    tangents: Any = None  # TangentTiles of these operands; None but in tangent/kernel.py
+    ragged: Any = None  # RaggedGmem; None but in ragged/kernel.py
+
+
+class TangentTiles(NamedTuple):
+    """Tangents of a call's operands, which are loaded with them; in device or in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    aux: Any  # AuxiliaryGmem or Streamed; what of it has no tangent is None
+
+
+class QTile(NamedTuple):
+    """A Q tile and the KV blocks that it reads."""
+
+    batch: Any
+    head: Any
+    block: Any  # index of the Q tile
+    position: Any  # of the tile's first query
+    kv_start: Any  # first of its KV blocks; the int 0 where all tiles start there
+    kv_blocks: Any  # how many; at least one, so that every tile writes its output
+    used: Any = 0  # uses of the K and V rings before its first block
+    fragments: Any = None  # TileInputs, the auxiliary inputs of a warpgroup's rows
+    listed: TileList | None = None  # its KV blocks, where lists say which they are
+    step_block: Any = None  # the KV block of the step, where it was looked up early
+    ragged: Any = None  # TileRow of ragged/tiles.py; None but in ragged/kernel.py
+
+    @property
+    def kv_stop(self):
+        """One past the last KV block of the tile."""
+        return self.kv_blocks if ints.is_static(self.kv_start) else self.kv_start + self.kv_blocks
+
+    def kv_block(self, j):
+        """Returns the index of the j-th KV block: from the right, or in the order of its list."""
+        if self.listed is None:
+            return self.kv_stop - 1 - j
+        return self.listed[j] if self.step_block is None else self.step_block
+
+
+class ForwardRows(NamedTuple):
+    """State of its rows that a warpgroup carries from step to step."""
+
+    p: Any  # Matmuls.split of the weights of the block whose PV is still to be issued
+    maxima: Any  # Maxima of 64 rows; None in a bounded softmax
+    l: Any  # f32[64, 8] running sums of each thread's own columns
+    # f32[64], bits of gpu/ptx/online_softmax.py; None unless the softmax is bounded
+    only: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardCta:
+    """One CTA, as one of its warpgroups sees it: the plan and all refs.
+
+    With several teams, each of them is a ForwardCta.
+
+    Attributes:
+        plan: the plan of the launch.
+        gmem: operands in device memory.
+        out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], a result of
+            common/wgmma.py, the others f32[B, N, rows] or None.
+        smem: shared memory and barriers.
+        k, v: the rings of K and V.
+        index: index of the CTA.
+        wg: index of the warpgroup.
+        counter: int32[1] in device memory, of tiles claimed beyond the first of each CTA; or None.
+    """
+
+    plan: ForwardPlan
+    gmem: ForwardGmem
+    out: Outputs
+    smem: ForwardSmem
+    k: Ring
+    v: Ring
+    index: Any
+    wg: Any
+    counter: Any
+
+    @property
+    def running_shift(self):
+        """This warpgroup's shift in shared memory; None: it is in registers, or there is none."""
+        return self.smem.running_shift.at[self.wg] if self.plan.keeps_shift else None
+
+    def q_tile(self, number) -> QTile:
+        """Returns the Q tile with this number; for a number past the last one, any."""
+        plan, scheduler = self.plan, self.plan.scheduler
+        if scheduler.dynamic:
+            number = lax.min(number, jnp.int32(scheduler.num_tiles - 1))
+        # Traced: a static start past the array's end would be refused.
+        batch, head, block = map(jnp.int32, scheduler.tile(number))
+        offset = plan.problem.spec.q_offset
+        if plan.problem.traced_offset:
+            offset = self.gmem.q_offset[batch]
+        position, listed = block * plan.blocks.tile_rows + offset, None
+        if plan.problem.is_listed:
+            listed = TileList.of(plan.problem, self.gmem.lists, (batch, head, block))
+            start, count = 0, listed.steps
+        elif plan.dynamic:
+            start, stop = (self.gmem.kv_bounds[batch, block, end] for end in (0, 1))
+            count = lax.max(stop - start, jnp.int32(1))
+        else:
+            start, count = plan.kv_tile_range(position)
+        return QTile(
+            batch, head, block, jnp.int32(position), start, jnp.int32(count), listed=listed
+        )
+
+    def zones(self, tile: QTile):
+        """Returns the loops over KV blocks, from the right: [(edges, first, one past the last)].
+
+        `edges` says what may hide keys of these blocks, as for `limits`.
+        """
+        first, last = jnp.int32(1), tile.kv_blocks
+        if tile.listed is not None:
+            plain = lax.clamp(first, tile.listed.partial, last)
+            return [("all", first, plain), ("none", plain, last)]
+        if self.plan.problem.hides_by_arrays:
+            return self.zones_by_arrays(tile)
+        left, right = self.plan.masked_edges()
+        if not left and not right:
+            return [("none", first, last)]
+        full_start, full_stop = map(jnp.int32, self.whole_kv_tiles(tile))
+        zones, plain = [], first
+        if right:
+            plain = lax.clamp(first, tile.kv_stop - full_stop, last)
+            zones.append(("right", first, plain))
+        if not left:
+            return [*zones, ("none", plain, last)]
+        masked = lax.clamp(plain, tile.kv_stop - full_start, last)
+        return [*zones, ("none", plain, masked), ("left", masked, last)]
+
+    def zones_by_arrays(self, tile: QTile):
+        """Returns `zones` where arrays hide keys: only blocks of bounds.kv_whole are not masked."""
+        first, last = jnp.int32(1), tile.kv_blocks
+        # The last warpgroups of the last tile may have no rows.
+        rows = lax.min(
+            tile.block * self.plan.blocks.warpgroups + self.wg,
+            jnp.int32(self.gmem.kv_whole.shape[1] - 1),
+        )
+        start, stop = (self.gmem.kv_whole[tile.batch, rows, end] for end in (0, 1))
+        if not self.plan.problem.spec.mask.is_trivial:
+            full_start, full_stop = map(jnp.int32, self.whole_kv_tiles(tile))
+            start, stop = lax.max(start, full_start), lax.min(stop, full_stop)
+        plain = lax.clamp(first, tile.kv_stop - stop, last)
+        masked = lax.clamp(plain, tile.kv_stop - start, last)
+        return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
+
+    def whole_kv_tiles(self, tile: QTile):
+        """Returns (first, one past the last) of the KV blocks that this warpgroup sees whole."""
+        return self.plan.whole_kv_tiles(tile.position + self.wg * WARPGROUP_ROWS)
+
+    def row_fragments(self, tile: QTile) -> TileInputs:
+        """Loads the auxiliary inputs that this warpgroup's rows of a Q tile keep in registers."""
+        blocks = self.plan.blocks
+        row = tile.block * blocks.tile_rows + self.wg * WARPGROUP_ROWS
+        place = Place(tile.batch, tile.head, row, 0, WARPGROUP_ROWS, blocks.block_kv)
+        return self.plan.aux.fragments(self.gmem.aux, place)
+
+    def score_tile(self, tile: QTile, kv_block) -> RegisterTile:
+        """Returns the place of this warpgroup's scores [64, block_kv] of a KV block."""
+        plan, block_kv = self.plan, self.plan.blocks.block_kv
+        q_start = tile.position + self.wg * WARPGROUP_ROWS
+        kv_start, shape = kv_block * block_kv, (WARPGROUP_ROWS, block_kv)
+        precise = plan.problem.dtype == jnp.float32
+        return RegisterTile(q_start, kv_start, shape, interpret=plan.interpret, precise=precise)
+
+    def limits(self, tile: QTile, kv_block, edges: str) -> Limits:
+        """Returns the limits of what this warpgroup's rows see of a KV block.
+
+        Args:
+            tile: the Q tile.
+            kv_block: index of the KV block.
+            edges: what may hide keys of the block: "last" (it may reach past the last key), "left",
+                "right", "all" (arrays and both edges) or "none".
+        """
+        place, mask = self.score_tile(tile, kv_block), self.plan.problem.spec.mask
+        if edges == "none":
+            return Limits()
+        if edges == "last":
+            return place.limits(mask, self.kv_len(tile))
+        if edges == "all":  # the last block may stand anywhere in a list
+            return place.limits(mask, None if tile.listed is None else self.ragged_len(tile))
+        # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
+        left, right = mask.left, mask.right
+        if left is not None and right is not None and left + right >= sum(place.shape):
+            mask = Mask(left=left) if edges == "left" else Mask(right=right)
+        return place.limits(mask)
+
+    def kv_len(self, tile: QTile):
+        """Returns where the keys end for a tile's first step; None if that hides nothing."""
+        if tile.listed is None:
+            return self.ragged_len(tile)
+        kv_len = self.ragged_len(tile)
+        return tile.listed.keys_seen(self.plan.problem.kv_len if kv_len is None else kv_len)
+
+    def ragged_len(self, tile: QTile):
+        """Returns where the keys end; None if that is at the end of a block."""
+        kv_len = self.plan.problem.kv_len
+        if "kv_lengths" in self.plan.problem.features:
+            return lax.min(self.gmem.aux.kv_lengths[tile.batch], jnp.int32(kv_len))
+        return kv_len if kv_len % self.plan.blocks.block_kv else None
+
+    def moving(self, name: str) -> list[tuple[Any, Any]]:
+        """Returns the refs (device memory, shared memory) of q, k or v, and of its tangent."""
+        pairs = [(self.gmem, self.smem), (self.gmem.tangents, self.smem.tangents)]
+        return [
+            (getattr(gmem, name), getattr(smem, name)) for gmem, smem in pairs if gmem is not None
+        ]
+
+    # --- where Q rows, keys and results lie -------------------------------------------------------
+
+    def rows_at(self, tile: QTile, wg):
+        """Returns the index of a warpgroup's rows in q and o: (batch, rows, head)."""
+        first_row = tile.block * self.plan.blocks.tile_rows + wg * WARPGROUP_ROWS
+        return tile.batch, pl.ds(first_row, WARPGROUP_ROWS), tile.head
+
+    def keys_at(self, tile: QTile, block):
+        """Returns the index of a KV block in k and v: (batch, keys, head)."""
+        block_kv = self.plan.blocks.block_kv
+        keys = pl.ds(block * block_kv, block_kv)
+        return tile.batch, keys, lax.div(tile.head, jnp.int32(self.plan.problem.group))
+
+    def copy_k(self, keys, slot, full):
+        """Issues the copies of a block of K, at `keys_at`, into its slot."""
+        for source, target in self.moving("k"):
+            plgpu.copy_gmem_to_smem(rows_of(source, keys, target), target.at[slot], full)
+
+    def copy_v(self, tile: QTile, block, keys, slot, full):
+        """Issues the copies of a block of V, at `keys_at`, into its slot; zeroes its padding."""
+        plan = self.plan
+        width, rows = plan.problem.v_head_dim, plan.blocks.block_kv
+        swizzle = plan.matmuls.swizzle(width, self.gmem.v, summed_rows=rows)
+        load = loader(self.gmem.padding, self.smem.v_arrived, swizzle, plan.interpret)
+        for source, target in self.moving("v"):
+            load(rows_of(source, keys, target), target.at[slot], full, tile.batch, block)
+
+    def store_rows(self, tile: QTile, wg, staging):
+        """Issues the copies of a warpgroup's results: O, which is in `staging`, and its rows."""
+        batch, rows, head = index = self.rows_at(tile, wg)
+        plgpu.copy_smem_to_gmem(staging.at[wg], rows_of(self.out.o, index, staging))
+        for name in PER_ROW:
+            buffer, target = getattr(self.smem, name), getattr(self.out, name)
+            if buffer is not None:
+                plgpu.copy_smem_to_gmem(buffer.at[wg], target.at[batch, head, rows])
+
+    def wait_pv(self, o_acc, use):
+        """Waits for PV of the block before ring position `use`, releases its V, and returns O."""
+        o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+        self.v.release(use - 1)
+        return o
