@@ -1,4 +1,4 @@
-"""Which Q tiles a CTA takes, in which order, and what it knows of one: its refs and its KV blocks.
+"""The Q tiles of a CTA: how it gets them, and its refs and KV blocks for one of them.
 
 A CTA that is not persistent has one tile. A persistent one has every `num_ctas`-th tile; if causal,
 the tiles of a table that is computed at trace time; where arrays decide what a tile costs, those
