@@ -50,9 +50,8 @@ def sum_dbias(cta: FusedCta):
     cta.visit(_sum_kv_tile)
 
 
-def _sum_kv_tile(cta: FusedCta, kv_index):
+def _sum_kv_tile(cta: FusedCta):
     """Adds up dS of all Q tiles of one KV tile."""
-    cta = cta.at_kv_tile(kv_index)
 
     @pl.loop(jnp.int32(0), cta.q_tiles.total)
     def _(n):

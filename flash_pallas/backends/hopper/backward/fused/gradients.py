@@ -359,8 +359,8 @@ def dq_operands(cta: FusedCta, ds_slot):
     ds = cta.smem.ds.at[ds_slot]
     if cta.blocks.dq_by_rows:
         ds = cta.smem.ds.at[ds_slot, :, pl.ds(cta.wg * rows, rows)]
-        return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot]
-    return ds.transpose((1, 0)), cta.smem.k.at[cta.kv_slot, :, cta.dq_columns(cta.wg)]
+        return ds.transpose((1, 0)), cta.smem.k.at[0]
+    return ds.transpose((1, 0)), cta.smem.k.at[0, :, cta.dq_columns(cta.wg)]
 
 
 def await_dq(cta: FusedCta, handed):

@@ -55,7 +55,7 @@ from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
 from .gradients import mma_schedule, narrowed, narrows, softmax_of
-from .launches import FusedCta, KvTile, Launch, Part, launches_of, summed
+from .launches import FusedCta, KvTile, Launch, PairCta, Part, launches_of, summed
 from .tiles import (
     WARPGROUPS,
     FusedBlocks,
@@ -71,7 +71,7 @@ LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # launches that have no rows with l
 
 
 def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
-    """Runs one CTA of a launch.
+    """Runs one CTA of a launch: its KV tile, or all KV tiles of its pair.
 
     Args:
         launch: what is the same for all CTAs.
@@ -81,27 +81,23 @@ def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *
         refs: what this launch makes, shared memory and mbarriers.
     """
     *made, smem = refs
-    refs = kept | dict(zip(names, made, strict=True)), gmem, smem
-    run = functools.partial(run_cta, launch, *refs)
-    if launch.part in (Part.ALL_IF_NEAR, Part.ALL_IF_FAR):
-        some_far = gmem.auxiliary.any_far[0] > 0
-        pl.when(some_far if launch.part is Part.ALL_IF_FAR else ~some_far)(run)
-    else:
-        run()
-
-
-def run_cta(launch: Launch, *refs):
-    """Runs the KV tile of a CTA, or all KV tiles of its pair."""
+    results = kept | dict(zip(names, made, strict=True))
     if launch.all_kv_tiles:
-        run_roles(cta_of_pair(launch, *refs))
+        run_roles(cta_of_pair(launch, results, gmem, smem))
         return
-    _, gmem, _ = refs
     pair, block = launch.place(gmem)
-    run = functools.partial(run_kv_tile, launch, *refs, pair, block)
+    run = functools.partial(run_kv_tile, launch, results, gmem, smem, pair, block)
     if launch.in_order or launch.pairs % launch.at_once == 0:
         run()
     else:  # the last section is smaller
         pl.when(pair < launch.pairs)(run)
+
+
+def kernel_of_calls(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
+    """Runs `kernel` if some row of the call has large logits, or if none has: `launch.part`."""
+    some_far = gmem.auxiliary.any_far[0] > 0
+    wanted = some_far if launch.part is Part.ALL_IF_FAR else ~some_far
+    pl.when(wanted)(functools.partial(kernel, launch, names, kept, gmem, *refs))
 
 
 def run_kv_tile(
@@ -142,14 +138,20 @@ def cta_of_pair(
     kv_tiles, zero = launch.kv_tiles_of_pair(gmem), jnp.int32(0)
     (batch, *_), blocks = kv_tiles[1](zero), launch.blocks
     q_tiles = QTileRange.whole(launch.problem, gmem, batch, blocks.block_kv, blocks.block_q)
-    cta = cta_at(launch, (results, gmem, smem), (zero, zero, zero, 0), q_tiles)
-    return dataclasses.replace(cta, kv_tiles=kv_tiles)
+    make = functools.partial(PairCta, kv_tiles=kv_tiles)
+    return cta_at(launch, (results, gmem, smem), (zero, zero, zero, 0), q_tiles, make)
 
 
-def cta_at(launch: Launch, refs, tile: KvTile, q_tiles: QTileRange | QTileList) -> FusedCta:
+def cta_at(
+    launch: Launch,
+    refs,
+    tile: KvTile,
+    q_tiles: QTileRange | QTileList,
+    make: Callable[..., FusedCta] = FusedCta,
+) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
     blocks, (results, gmem, smem) = launch.blocks, refs
-    return FusedCta(
+    return make(
         launch=launch,
         gmem=gmem,
         results=results,
@@ -188,14 +190,7 @@ def consume(cta: FusedCta):
     else:
         cta = start_inline_loads(cta)
     sums = [plgpu.ACC((WARPGROUP_ROWS, cta.problem.head_dim), jnp.float32)] * 2
-    if cta.kv_tiles is None:
-        pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums)
-    else:
-
-        @pl.loop(jnp.int32(0), cta.kv_tiles[0])
-        def _(n):
-            pl.run_scoped(functools.partial(consume_kv_tile, cta.at_kv_tile(n)), *sums)
-
+    cta.visit(lambda cta: pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums))
     if cta.blocks.split_q == 1:
         plgpu.wait_smem_to_gmem(0)
     if cta.blocks.sums_bias:
@@ -214,7 +209,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.kv.wait_full(cta.kv_index)
     if cta.blocks.whole_dq:
-        v = cta.smem.v.at[cta.kv_slot, warpgroup_rows(cta.wg)]
+        v = cta.smem.v.at[0, warpgroup_rows(cta.wg)]
         cta = dataclasses.replace(cta, held_v=plgpu.load(v, layout=inline.WGMMA))
 
     rows = auxiliary.fragments_of_rows(cta.gmem.auxiliary, cta.own_place(0))
@@ -235,8 +230,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
 
     dk, dv = dk_acc[...], dv_acc[...]
     dk, dv = dk * problem.spec.scale, softmax_of(problem, cta.blocks).finished(problem, dv)
-    if cta.kv_tiles is not None:
-        cta = cta.anew().at_kv_tile(lax.optimization_barrier(cta.kv_index))
+    cta = cta.again()
     if cta.blocks.split_q == 1:
         epilogue(cta, dk, dv)
     else:
@@ -271,9 +265,9 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
         q_axis=1,
         interpret=cta.interpret,
     )
-    k, v = cta.smem.k.at[cta.kv_slot, keys], cta.held_v
+    k, v = cta.smem.k.at[0, keys], cta.held_v
     if v is None:
-        v = cta.smem.v.at[cta.kv_slot, keys]
+        v = cta.smem.v.at[0, keys]
     q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
     to_weights = functools.partial(early_weights, cta, rows, (n, block), tile)
     # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
@@ -359,16 +353,13 @@ def epilogue(cta: FusedCta, dk, dv):
     """Writes dK and dV of this warpgroup's keys, staged in shared memory of K and V."""
     keys = warpgroup_rows(cta.wg)
     cta.meet()  # both warpgroups have read K for the last time
-    slot = cta.kv_slot
-    cta.smem.k[slot, keys] = dk.astype(cta.problem.dtype)
-    cta.smem.v[slot, keys] = dv.astype(cta.problem.dtype)
+    cta.smem.k[0, keys] = dk.astype(cta.problem.dtype)
+    cta.smem.v[0, keys] = dv.astype(cta.problem.dtype)
     plgpu.commit_smem()
     dk_at, dv_at = (rows_of(cta.results[name], cta.own_keys, cta.smem.k) for name in ("dk", "dv"))
-    plgpu.copy_smem_to_gmem(cta.smem.k.at[slot, keys], dk_at, commit_group=False)
-    plgpu.copy_smem_to_gmem(cta.smem.v.at[slot, keys], dv_at)
-    if cta.kv_tiles is not None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        cta.kv.release(cta.kv_index)
+    plgpu.copy_smem_to_gmem(cta.smem.k.at[0, keys], dk_at, commit_group=False)
+    plgpu.copy_smem_to_gmem(cta.smem.v.at[0, keys], dv_at)
+    cta.release_kv()
 
 
 def epilogue_of_part(cta: FusedCta, dk, dv):
@@ -410,13 +401,11 @@ def load(cta: FusedCta):
     cta.visit(load_kv_tile)
     cta.q.drain(cta.total)
     cta.do.drain(cta.total)
-    if cta.kv_tiles is not None:
-        cta.kv.drain(cta.kv_tiles[0])
+    cta.drain_kv()
 
 
-def load_kv_tile(cta: FusedCta, kv_index):
+def load_kv_tile(cta: FusedCta):
     """Loads K and V once, then Q, LSE, dO and delta of every Q tile."""
-    cta = cta.at_kv_tile(kv_index)
     cta.kv.wait_empty(cta.kv_index)
     load_kv(cta)
 
@@ -429,12 +418,11 @@ def load_kv_tile(cta: FusedCta, kv_index):
 
 def load_kv(cta: FusedCta):
     """Loads K and V of this KV tile into their slot; both copies arrive at its full barrier."""
-    slot = cta.kv_slot
     keys = (cta.batch, pl.ds(cta.kv_start, cta.blocks.block_kv), cta.kv_head)
     block = lax.div(cta.kv_start, jnp.int32(cta.blocks.block_kv))
     load_k, load_v = loaders(cta, cta.gmem.kv_padding)
     source = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
-    k, v, full = cta.smem.k.at[slot], cta.smem.v.at[slot], cta.kv.full.at[slot]
+    k, v, full = cta.smem.k.at[0], cta.smem.v.at[0], cta.kv.full.at[0]
     load_k(source(cta.gmem.k, keys), k, full, cta.batch, block)
     load_v(source(cta.gmem.v, keys), v, full, cta.batch, block)
 
@@ -496,19 +484,18 @@ def store_dq(cta: FusedCta):
     plgpu.wait_smem_to_gmem(0)
 
 
-def store_dq_of_kv_tile(cta: FusedCta, kv_index):
+def store_dq_of_kv_tile(cta: FusedCta):
     """Adds the dQ tiles of one KV tile, or stores those that no CTA has written before."""
-    cta = cta.at_kv_tile(kv_index)
     total, zero = cta.q_tiles.total, jnp.int32(0)
     if cta.launch.all_kv_tiles:  # no other CTA adds to dQ of this pair
 
-        @pl.when(kv_index == 0)
+        @pl.when(cta.kv_index == 0)
         def _():
             put_dq_tiles(cta, zero, total, None)
             plgpu.wait_smem_to_gmem(0)
             inline.fence_copies()
 
-        pl.when(kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
+        pl.when(cta.kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
     elif cta.launch.stores_dq:
         own = cta.own_tiles
         put_dq_tiles(cta, zero, own.count, None)
@@ -678,8 +665,9 @@ def run_kernel(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, nam
     """
     kept, made = refs
     smem = scratch(launch.problem, launch.blocks, arrays, launch.interpret, launch.all_kv_tiles)
+    whole = launch.part in (Part.ALL_IF_NEAR, Part.ALL_IF_FAR)
     run = launch_kernel(
-        functools.partial(kernel, launch, names, kept),
+        functools.partial(kernel_of_calls if whole else kernel, launch, names, kept),
         out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
         scratch=(dq_sums.with_barriers(smem) if launch.stores_dq else smem,),
         grid=launch.grid,

@@ -376,9 +376,6 @@ class FusedCta:
         tile: the KV tile.
         q_tiles: its Q tiles.
         wg: number of the warpgroup; an int with `FusedBlocks.whole_dq`.
-        kv_tiles: see `Launch.kv_tiles_of_pair`. Each KV tile has equally many Q tiles. None: there
-            is one KV tile.
-        kv_index: number of the KV tile among those of this CTA.
         held_v: V of this warpgroup's keys in registers, with `FusedBlocks.whole_dq`.
     """
 
@@ -393,9 +390,10 @@ class FusedCta:
     tile: KvTile
     q_tiles: QTileRange | QTileList
     wg: Any
-    kv_tiles: tuple[Any, Callable[[Any], KvTile]] | None = None
-    kv_index: Any = 0
     held_v: Any = None
+
+    kv_index = 0  # number of the KV tile among those of this CTA
+    before = 0  # number of Q tiles of the KV tiles before this one
 
     @property
     def problem(self) -> Problem:
@@ -427,48 +425,30 @@ class FusedCta:
         """First key of the KV tile."""
         return self.tile[2]
 
-    # --- several KV tiles, one after the other ---------------------------------------------------
+    # --- one KV tile; a PairCta has several ------------------------------------------------------
 
-    def visit(self, body: Callable[[FusedCta, Any], None]):
-        """Calls body(self, n) for every KV tile of this CTA; see `at_kv_tile`."""
-        if self.kv_tiles is None:
-            body(self, 0)
-        else:
-            pl.loop(jnp.int32(0), self.kv_tiles[0])(functools.partial(body, self))
+    def visit(self, body: Callable[[FusedCta], None]):
+        """Calls body(cta) for every KV tile of this CTA."""
+        body(self)
 
-    def at_kv_tile(self, n) -> FusedCta:
-        """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
-        if self.kv_tiles is None:
-            return self
-        tile = self.kv_tiles[1](n)
-        q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
-        cta = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
-        before = cta.before
-        return dataclasses.replace(
-            cta,
-            q=dataclasses.replace(self.q, before=before),
-            do=dataclasses.replace(self.do, before=before),
-        )
+    def again(self) -> FusedCta:
+        """Returns this record with its place computed anew, where loops would hold it."""
+        return self
 
-    @property
-    def before(self):
-        """Number of Q tiles of the KV tiles before this one."""
-        return 0 if self.kv_tiles is None else self.kv_index * self.q_tiles.total
+    def drain_kv(self):
+        """Waits, as the loading warp, until K and V of all KV tiles have been read."""
+
+    def release_kv(self):
+        """Gives K and V back, in which dK and dV were staged."""
 
     @property
     def total(self):
         """Number of Q tiles of all KV tiles of this CTA."""
-        total = self.q_tiles.total
-        return total if self.kv_tiles is None else self.kv_tiles[0] * total
+        return self.q_tiles.total
 
     def count(self, n):
         """Returns the number of this KV tile's n-th Q tile among all Q tiles of the CTA."""
-        return n if self.kv_tiles is None else n + self.before
-
-    @property
-    def kv_slot(self):
-        """The slot in which K and V lie."""
-        return self.kv.slot(self.kv_index)
+        return n
 
     @property
     def sums(self) -> Ring:
@@ -499,10 +479,8 @@ class FusedCta:
         Addresses that two loops have in common are held over both: 28 bytes of spills at head dim
         64, which the first of them, the one that matters, loads again in every step.
         """
-        opaque = lambda x: x if ints.is_static(x) else lax.optimization_barrier(x)
-        tile, q_tiles = tuple(map(opaque, self.tile)), self.q_tiles.apart(opaque)
-        cta, kv_index = self.anew(), opaque(self.kv_index)
-        return dataclasses.replace(cta, tile=tile, kv_index=kv_index, q_tiles=q_tiles)
+        tile, q_tiles = tuple(map(_opaque, self.tile)), self.q_tiles.apart(_opaque)
+        return dataclasses.replace(self.anew(), tile=tile, q_tiles=q_tiles)
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -589,3 +567,67 @@ class FusedCta:
         """Waits until both compute warpgroups have come here."""
         plgpu.barrier_arrive(self.smem.met)
         plgpu.barrier_wait(self.smem.met)
+
+
+def _opaque(x):
+    return x if ints.is_static(x) else lax.optimization_barrier(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairCta(FusedCta):
+    """A CTA that takes all KV tiles of a pair, one after the other: `Launch.all_kv_tiles`.
+
+    Attributes:
+        kv_tiles: see `Launch.kv_tiles_of_pair`. Each KV tile has equally many Q tiles.
+        kv_index: number of the KV tile among those of this CTA.
+    """
+
+    kv_tiles: tuple[Any, Callable[[Any], KvTile]] = dataclasses.field(kw_only=True)
+    kv_index: Any = 0
+
+    def visit(self, body: Callable[[FusedCta], None]):
+        """Calls body(cta) for every KV tile, in a loop."""
+        pl.loop(jnp.int32(0), self.kv_tiles[0])(lambda n: body(self.at_kv_tile(n)))
+
+    def at_kv_tile(self, n) -> PairCta:
+        """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
+        tile = self.kv_tiles[1](n)
+        q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
+        cta = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
+        before = cta.before
+        return dataclasses.replace(
+            cta,
+            q=dataclasses.replace(self.q, before=before),
+            do=dataclasses.replace(self.do, before=before),
+        )
+
+    def again(self) -> FusedCta:
+        """Returns this record with its place computed anew, where loops would hold it."""
+        return self.anew().at_kv_tile(lax.optimization_barrier(self.kv_index))
+
+    def apart(self) -> FusedCta:
+        """Returns this record with numbers from which nothing is shared with another loop."""
+        return dataclasses.replace(super().apart(), kv_index=_opaque(self.kv_index))
+
+    def drain_kv(self):
+        """Waits, as the loading warp, until K and V of all KV tiles have been read."""
+        self.kv.drain(self.kv_tiles[0])
+
+    def release_kv(self):
+        """Gives K and V back, in which dK and dV were staged."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.kv.release(self.kv_index)
+
+    @property
+    def before(self):
+        """Number of Q tiles of the KV tiles before this one."""
+        return self.kv_index * self.q_tiles.total
+
+    @property
+    def total(self):
+        """Number of Q tiles of all KV tiles of this CTA."""
+        return self.kv_tiles[0] * self.q_tiles.total
+
+    def count(self, n):
+        """Returns the number of this KV tile's n-th Q tile among all Q tiles of the CTA."""
+        return n + self.before
