@@ -34,6 +34,7 @@ def measured(folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.run", "--providers", "flash_pallas"]
         command += ["--suite", arguments.suite, "--only", arguments.only, "--out", str(out)]
         command += ["--rounds", str(arguments.readings), "--reading-ms", str(arguments.reading_ms)]
+        command += ["--processes", str(arguments.processes)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         return json.loads(out.read_text())
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="processes of each version")
     parser.add_argument("--readings", type=int, default=7, help="rounds of one process")
     parser.add_argument("--reading-ms", type=float, default=20.0)
+    parser.add_argument("--processes", type=int, default=0, help="that trace for each of them")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     arguments = parser.parse_args()
     folders = dict(pair.split("=", 1) for pair in arguments.paths)
