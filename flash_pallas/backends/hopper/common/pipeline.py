@@ -103,6 +103,37 @@ class Ring:
             plgpu.barrier_wait(self.empty.at[self.slot(n)])
 
 
+def load_inline(
+    loads, total, *rings: tuple[Ring, Callable[[Any], Any]], once: Callable[[], Any] | None = None
+) -> list[Ring]:
+    """Loads in a compute warpgroup what rings start with, where a kernel has no producer.
+
+    Args:
+        loads: whether this is the warpgroup that loads, the last to release a slot.
+        total: number of fills of each ring.
+        rings: each with a function that issues its n-th fill.
+        once: issues the loads that come before these.
+
+    Returns:
+        The rings, whose slots this warpgroup fills again where it releases them.
+    """
+    fill = lambda load, n: pl.when(n < total)(lambda: load(n))
+
+    @pl.when(loads)
+    def _():
+        if once is not None:
+            once()
+        for n in range(max(ring.slots for ring, _ in rings)):
+            for ring, load in rings:
+                if n < ring.slots:
+                    fill(load, jnp.int32(n))
+
+    def refilled(ring: Ring, load):
+        return dataclasses.replace(ring, refill=lambda n: pl.when(loads)(lambda: fill(load, n)))
+
+    return [refilled(*ring) for ring in rings]
+
+
 def swizzles(width: int, dtype, *columns: int) -> list[int]:
     """Returns the swizzles, in bytes, that a tile with rows of `width` elements can have.
 

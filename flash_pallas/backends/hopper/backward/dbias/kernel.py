@@ -88,16 +88,14 @@ class DbiasKernel:
 
         Returns the CTA with a ring that this warpgroup fills again where it releases it.
         """
-        steps, loads = cta.steps(), cta.wg == self.blocks.warpgroups - 1
-        fill = lambda n: pl.when(n < steps.total)(lambda: self.load(cta, steps, n))
-
-        @pl.when(loads)
-        def _():
-            self.load_bias(cta)
-            for n in range(self.blocks.stages):
-                fill(jnp.int32(n))
-
-        return dataclasses.replace(cta, refill=lambda n: pl.when(loads)(lambda: fill(n)))
+        steps = cta.steps()
+        (ring,) = pipeline.load_inline(
+            cta.wg == self.blocks.warpgroups - 1,
+            steps.total,
+            (cta.ring, functools.partial(self.load, cta, steps)),
+            once=lambda: self.load_bias(cta),
+        )
+        return dataclasses.replace(cta, refill=ring.refill)
 
     def load_bias(self, cta: DbiasCta):
         """Loads the tile of the bias, if it is held."""

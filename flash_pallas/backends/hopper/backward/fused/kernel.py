@@ -49,7 +49,7 @@ from ....gpu.ptx.inline import WARP, WARPGROUP
 from ....gpu.score_tile import RegisterTile, row_shift
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
-from ...common.pipeline import Padding, Ring, loader, rows_of, warpgroup_rows
+from ...common.pipeline import Padding, loader, rows_of, warpgroup_rows
 from .. import dq_sums
 from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileList, QTileRange
@@ -551,27 +551,14 @@ def give_back(cta: FusedCta, n, wg: int, in_flight: int):
 
 def start_inline_loads(cta: FusedCta) -> FusedCta:
     """Loads what the Q tiles start with; returns the CTA with rings that refill on release."""
-    loads = cta.wg == WARPGROUPS - 1
-    rings = (cta.q, load_q), (cta.do, load_do)
-
-    def fill(load_tile: Callable, n):
-        """Loads the n-th Q tile, if there is one."""
-        pl.when(n < cta.q_tiles.total)(lambda: load_tile(cta, n, place_of(cta, n)))
-
-    @pl.when(loads)
-    def _():
-        load_kv(cta)
-        for n in range(max(cta.q.slots, cta.do.slots)):
-            for ring, load_tile in rings:
-                if n < ring.slots:
-                    fill(load_tile, jnp.int32(n))
-
-    def refilled(ring: Ring, load_tile: Callable):
-        return dataclasses.replace(
-            ring, refill=lambda n: pl.when(loads)(lambda: fill(load_tile, n))
-        )
-
-    q, do = (refilled(*ring) for ring in rings)
+    load = lambda load_tile: lambda n: load_tile(cta, n, place_of(cta, n))
+    q, do = pipeline.load_inline(
+        cta.wg == WARPGROUPS - 1,
+        cta.q_tiles.total,
+        (cta.q, load(load_q)),
+        (cta.do, load(load_do)),
+        once=lambda: load_kv(cta),
+    )
     return dataclasses.replace(cta, q=q, do=do)
 
 

@@ -32,6 +32,7 @@ from ....gpu import score_tile
 from ....gpu.launch import WARPGROUP_ROWS, launch
 from ....gpu.ptx import inline
 from ....gpu.score_tile import RegisterTile, row_shift
+from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of, warpgroup_rows
 from ...common.wgmma import Matmuls
@@ -311,23 +312,14 @@ class DqLoads:
 
         Returns the CTA with rings that this warpgroup fills again where it releases them.
         """
-        kv_tiles, loads = self.kv_tiles(cta), self.is_loader(cta)
-        rings = (cta.k, self.load_k), (cta.v, self.load_v)
-        fill = lambda load, n: pl.when(n < kv_tiles.total)(lambda: load(cta, kv_tiles, n))
-
-        @pl.when(loads)
-        def _():
-            self.load_queries(cta)
-            for n in range(max(ring.slots for ring, _ in rings)):
-                for ring, load in rings:
-                    if n < ring.slots:
-                        fill(load, jnp.int32(n))
-
-        def refilled(ring: Ring, load):
-            refill = lambda n: pl.when(loads)(lambda: fill(load, n))
-            return dataclasses.replace(ring, refill=refill)
-
-        k, v = (refilled(*ring) for ring in rings)
+        kv_tiles = self.kv_tiles(cta)
+        k, v = pipeline.load_inline(
+            self.is_loader(cta),
+            kv_tiles.total,
+            (cta.k, functools.partial(self.load_k, cta, kv_tiles)),
+            (cta.v, functools.partial(self.load_v, cta, kv_tiles)),
+            once=lambda: self.load_queries(cta),
+        )
         return dataclasses.replace(cta, k=k, v=v)
 
     def load_queries(self, cta: DqCta):

@@ -39,6 +39,7 @@ from ....gpu import score_tile
 from ....gpu.launch import WARPGROUP_ROWS, launch
 from ....gpu.ptx import inline
 from ....gpu.score_tile import RegisterTile, row_shift
+from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
 from ...common.pipeline import Ring, rows_of, warpgroup_rows
 from ...common.wgmma import Matmuls
@@ -151,20 +152,20 @@ class PushKernel:
 
     def feed(self, cta: PushCta) -> PushCta:
         """Loads the rows and the first columns; returns the CTA with a ring that is refilled."""
-        loads = cta.wg == self.blocks.warpgroups - 1
-        fill = lambda n: pl.when(n < cta.tiles.total)(lambda: self.load(cta, n))
 
-        @pl.when(loads)
-        def _():
+        def load_rows():
             rows = cta.batch, pl.ds(cta.start, self.blocks.rows), cta.head
             for source, target in zip(self.sources(cta, 0), cta.smem.own, strict=True):
                 copy = rows_of(source, rows, target)
                 plgpu.copy_gmem_to_smem(copy, target, cta.bars.own)
-            for n in range(self.blocks.stages):
-                fill(jnp.int32(n))
 
-        refill = lambda n: pl.when(loads)(lambda: fill(n))
-        return dataclasses.replace(cta, ring=dataclasses.replace(cta.ring, refill=refill))
+        (ring,) = pipeline.load_inline(
+            cta.wg == self.blocks.warpgroups - 1,
+            cta.tiles.total,
+            (cta.ring, functools.partial(self.load, cta)),
+            once=load_rows,
+        )
+        return dataclasses.replace(cta, ring=ring)
 
     def sources(self, cta: PushCta, side: int) -> list:
         """Returns the arrays of rows (side 0) or columns: each, and its tangent."""
