@@ -73,8 +73,10 @@ ALLOWED = {"sinks", "kv_lengths", "alibi_slopes", "dropout_keys", "score_params"
 def _leaves_pairs(problem: Problem) -> bool:
     """Returns whether two launches are possible in the fused backward and make it faster.
 
-    It knows beforehand which rows are far, and computes none of them twice. Speed over that of
-    one launch, H200: 1.065 at head dim 64, but 0.991 at 96 and 0.987 at 128 (options.json).
+    It knows beforehand which rows are far, and computes none of them twice. Causal, H200, one
+    launch over two: 1.065 and 1.035 of the time at head dim 64 (T=4096 and 1024), 0.991 and 0.987
+    at 128 (options.json); 96 went from two to one in 0.96 and 0.99 (T=8192 and 4096;
+    versions_options_features.json).
 
     Args:
         problem: problem with native head dims.
