@@ -49,6 +49,31 @@ def test_where_ctas_of_a_head_start_apart():
     assert not staggers(2, 1024, HEADS, 64, mask=Mask(right=0))
 
 
+@pytest.mark.parametrize(
+    "given", [{"mask": Mask(right=0)}, {"mask": Mask(left=100, right=0)}, {"length": 500}], ids=str
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_ctas_start_together_where_tiles_have_two_loops(given, biased):
+    """Checks a loop for masked tiles and one for others, which callers may ask for."""
+    given = {"length": 512} | given
+    problem = described(4, given.pop("length"), (2, 2), 64, biased=biased, **given)
+    blocks = BACKEND.attention.plan(problem, {"fused": {"mask_all": False}}).backward
+    assert not any(launch.staggers for launch in launches_of(problem, blocks))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "length", "message"),
+    [
+        ({"split_q": 2, "mask_all": False}, 500, "'split_q' needs 'mask_all'"),
+        ({"split_q": 65}, 512, "from 1 to 64"),
+        ({"split_q": 2, "bias_cluster": 2}, 512, "'bias_cluster' is 2"),
+    ],
+)
+def test_what_is_refused(blocks, length, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(4, length, (3, 3), 128, blocks=blocks)
+
+
 def test_without_the_gradient_of_the_bias():
     found = chosen(128, 1024, (4, 4), 64, biased=True)
     assert found.bias_cluster == 2

@@ -30,6 +30,7 @@ from .. import base
 from ..gpu import jax_compat
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
+from .backward.fused.launches import MOST_PARTS, hides_keys
 from .backward.fused.tiles import FusedBlocks, may_sum_bias
 from .backward.fused.tiles import without_producer as fused_without_producer
 from .backward.launch import (
@@ -449,7 +450,7 @@ def _without_producer(blocks, problem: Problem):
 # The most that a field may be: registers for as many warpgroups, exponents of two whose squares
 # float32 holds (of a lazy rescale float16 too), and the barriers of one array.
 _MOST = {"warpgroups": 3, "teams": TEAMS, "polynomials": 1.0}
-_MOST |= {"speculates": 60.0, "lazy_rescale": MOST_HALF}
+_MOST |= {"split_q": MOST_PARTS, "speculates": 60.0, "lazy_rescale": MOST_HALF}
 _MOST |= {
     name: MOST_BARRIERS
     for blocks in (ForwardBlocks, FusedBlocks, PairedBlocks, DkvBlocks, DqBlocks)
@@ -523,7 +524,7 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
             "batch entries that share the bias, and needs a producer warpgroup and a 16-bit bias "
             "with both axes as the only modifier; pass 'bias_cluster': 1"
         )
-    hides = size.is_dynamic or not size.spec.mask.is_trivial
+    hides = hides_keys(size, blocks)
     if blocks.split_q > 1 and size.is_listed:
         return "'split_q' excludes a block_mask; pass 'split_q': 1"
     if blocks.split_q > 1 and not blocks.mask_all and hides:

@@ -109,6 +109,13 @@ def _leaves_calls(problem: Problem, tiles: int) -> bool:
 # A CTA has one KV tile. Only where there is a launch for rows with large logits, which hardly any
 # call has, a CTA of that launch takes all KV tiles of its pair, or none.
 
+
+def hides_keys(problem: Problem, blocks: FusedBlocks) -> bool:
+    """Returns whether a mask, an array or the end of the keys hides some key of a KV tile."""
+    ragged = problem.kv_len % blocks.block_kv != 0
+    return ragged or problem.is_dynamic or not problem.spec.mask.is_trivial
+
+
 # (batch entry, KV head, first key, shift): the shift is that of QTileRange
 KvTile = tuple[Any, Any, Any, Any]
 
@@ -152,8 +159,10 @@ class Launch:
         1.00 to 1.02 without groups, at 16 1.02 (T=1024); where the gradient of a bias is summed
         1.09 at 16 and 1.02 at 32 (options.json). At 128 1.001 to 1.005, with groups of four 0.99.
         """
+        if self.problem.head_dim > 64:
+            return False
         blocks = self.blocks
-        return self.problem.head_dim <= 64 and (blocks.sums_bias or not blocks.mask_all)
+        return blocks.sums_bias if blocks.mask_all else not hides_keys(self.problem, blocks)
 
     @property
     def at_once(self) -> int:
@@ -320,6 +329,7 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     return blocks if may_sum_bias(problem, blocks.bias_cluster) else without_sums(blocks)
 
 
+MOST_PARTS = 64  # that can be asked for; each has float32 dK and dV
 MOST_SPLITS = 4  # H200, 32 CTAs: two 1.53 times as fast as one, four 2.03, eight 1.61
 # Queries of a KV tile, over the heads of a group. Adding parts up costs 10 us, as much as a loop
 # over a few hundred. H200: 1024 queries in four parts 1.76; 512 in two, without groups, 0.88 to
