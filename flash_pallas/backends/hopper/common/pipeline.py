@@ -104,20 +104,23 @@ class Ring:
 
 
 def load_inline(
-    loads, total, *rings: tuple[Ring, Callable[[Any], Any]], once: Callable[[], Any] | None = None
+    loads,
+    total: Callable[[], Any],
+    *rings: tuple[Ring, Callable[[Any], Any]],
+    once: Callable[[], Any] | None = None,
 ) -> list[Ring]:
     """Loads in a compute warpgroup what rings start with, where a kernel has no producer.
 
     Args:
         loads: whether this is the warpgroup that loads, the last to release a slot.
-        total: number of fills of each ring.
+        total: returns the number of fills of each ring, which is computed where it is compared.
         rings: each with a function that issues its n-th fill.
         once: issues the loads that come before these.
 
     Returns:
         The rings, whose slots this warpgroup fills again where it releases them.
     """
-    fill = lambda load, n: pl.when(n < total)(lambda: load(n))
+    fill = lambda load, n: pl.when(n < total())(lambda: load(n))
 
     @pl.when(loads)
     def _():

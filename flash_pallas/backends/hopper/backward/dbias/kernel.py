@@ -91,7 +91,7 @@ class DbiasKernel:
         steps = cta.steps()
         (ring,) = pipeline.load_inline(
             cta.wg == self.blocks.warpgroups - 1,
-            steps.total,
+            lambda: steps.total,
             (cta.ring, functools.partial(self.load, cta, steps)),
             once=lambda: self.load_bias(cta),
         )

@@ -554,7 +554,7 @@ def start_inline_loads(cta: FusedCta) -> FusedCta:
     load = lambda load_tile: lambda n: load_tile(cta, n, place_of(cta, n))
     q, do = pipeline.load_inline(
         cta.wg == WARPGROUPS - 1,
-        cta.q_tiles.total,
+        lambda: cta.q_tiles.total,
         (cta.q, load(load_q)),
         (cta.do, load(load_do)),
         once=lambda: load_kv(cta),

@@ -315,7 +315,7 @@ class DqLoads:
         kv_tiles = self.kv_tiles(cta)
         k, v = pipeline.load_inline(
             self.is_loader(cta),
-            kv_tiles.total,
+            lambda: kv_tiles.total,
             (cta.k, functools.partial(self.load_k, cta, kv_tiles)),
             (cta.v, functools.partial(self.load_v, cta, kv_tiles)),
             once=lambda: self.load_queries(cta),

@@ -161,7 +161,7 @@ class PushKernel:
 
         (ring,) = pipeline.load_inline(
             cta.wg == self.blocks.warpgroups - 1,
-            cta.tiles.total,
+            lambda: cta.tiles.total,
             (cta.ring, functools.partial(self.load, cta)),
             once=load_rows,
         )
