@@ -55,10 +55,10 @@ def test_scanned_layers_run_one_forward(on_h200, remat):
 @pytest.mark.compile
 @pytest.mark.parametrize(("length", "head_dim"), [(2048, 16), (1024, 32), (2048, 64)])
 def test_gradients_of_a_pair_bias(on_h200, length, head_dim):
-    """Checks that forward and gradients in one program keep at most twice the forward's bytes.
+    """Checks what forward and gradients in one program keep, in terms of the forward's bytes.
 
-    Arguments and results alone are twice the forward's. Without a producer warpgroup the limit is
-    2.25.
+    Arguments and results are twice the forward's. The rest are float32 sums: of dQ and, with a
+    producer warpgroup, of the bias's gradient. docs/training.md has the number.
     """
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     q, bias = shape(128, length, 4, head_dim), shape(1, 4, length, length)
@@ -70,8 +70,7 @@ def test_gradients_of_a_pair_bias(on_h200, length, head_dim):
         return jax.vjp(attention, q, k, v, bias)[1](do)
 
     forward, both = _peak(attention, q, q, q, bias), _peak(gradients, q, q, q, bias, q)
-    # Without a producer warpgroup there is one launch, with float32 sums of all of dQ.
-    most = 2.0 if trades_registers() else 2.25
+    most = 2.6 if trades_registers() else 2.25
     assert both <= most * forward
 
 
