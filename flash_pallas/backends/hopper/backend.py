@@ -30,8 +30,8 @@ from .. import base
 from ..gpu import jax_compat
 from ..gpu.launch import MOST_BARRIERS, refusal
 from ..xla import ragged as xla_ragged
-from .backward.fused.launches import MOST_PARTS, hides_keys
-from .backward.fused.tiles import FusedBlocks, may_sum_bias
+from .backward.fused.launches import MOST_PARTS
+from .backward.fused.tiles import FusedBlocks, hides_keys, may_sum_bias
 from .backward.fused.tiles import without_producer as fused_without_producer
 from .backward.launch import (
     SplitBlocks,
@@ -524,7 +524,7 @@ def _refused(blocks: FusedBlocks, size: Problem) -> str | None:
             "batch entries that share the bias, and needs a producer warpgroup and a 16-bit bias "
             "with both axes as the only modifier; pass 'bias_cluster': 1"
         )
-    hides = hides_keys(size, blocks)
+    hides = hides_keys(size)
     if blocks.split_q > 1 and size.is_listed:
         return "'split_q' excludes a block_mask; pass 'split_q': 1"
     if blocks.split_q > 1 and not blocks.mask_all and hides:

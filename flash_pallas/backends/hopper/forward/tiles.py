@@ -232,10 +232,11 @@ def choose_forward(problem: Problem, num_sms: int) -> ForwardBlocks:
 def _polynomials(problem: Problem) -> float:
     """Returns the share of the exponentials of a bounded softmax that are polynomials.
 
-    They pay where logits are large, so that tangents occupy the special function units, and only up
-    to head dim 128. Causal, scale 1, softcap 50, H200, without them: 1.12 of the time at head dim
-    64, 1.03 at 128, 0.93 at 256. A bias takes time of the multiply-add units: a tile of it at 128
-    takes 0.97 with a quarter, 1.01 with 0.3125; without any 0.95 at 64, a bias of keys 0.96 at 128.
+    They pay where logits are large, so that tangents occupy the special function units. Causal,
+    scale 1, softcap 50, H200, without them: 1.12 of the time at head dim 64, 1.03 at 128, 0.93 at
+    256; 192 was not timed. A bias takes time of the multiply-add units: of the time at 7b104c5, a
+    tile of it at 128 takes 0.994 with a quarter, 1.009 with 0.3125 and 1.033 without; without any,
+    a tile at 64 takes 0.949 and a bias of keys at 128 0.904 (versions_options_steps.json).
     """
     if problem.head_dim > 192:
         return 0.0

@@ -29,6 +29,7 @@ from .tiles import (
     FusedBlocks,
     FusedSmem,
     for_far_rows,
+    hides_keys,
     may_sum_bias,
     scratch,
     without_sums,
@@ -109,13 +110,6 @@ def _leaves_calls(problem: Problem, tiles: int) -> bool:
 # A CTA has one KV tile. Only where there is a launch for rows with large logits, which hardly any
 # call has, a CTA of that launch takes all KV tiles of its pair, or none.
 
-
-def hides_keys(problem: Problem, blocks: FusedBlocks) -> bool:
-    """Returns whether a mask, an array or the end of the keys hides some key of a KV tile."""
-    ragged = problem.kv_len % blocks.block_kv != 0
-    return ragged or problem.is_dynamic or not problem.spec.mask.is_trivial
-
-
 # (batch entry, KV head, first key, shift): the shift is that of QTileRange
 KvTile = tuple[Any, Any, Any, Any]
 
@@ -162,7 +156,7 @@ class Launch:
         if self.problem.head_dim > 64:
             return False
         blocks = self.blocks
-        return blocks.sums_bias if blocks.mask_all else not hides_keys(self.problem, blocks)
+        return blocks.sums_bias if blocks.mask_all else not hides_keys(self.problem)
 
     @property
     def at_once(self) -> int:

@@ -284,10 +284,15 @@ def _table(problem: Problem) -> dict[int, FusedBlocks]:
         return MODIFIED
     if problem.is_listed:
         return LISTED
-    ragged = problem.kv_len % FusedBlocks.block_kv != 0
     if problem.is_packed:
         return PACKED
-    return MASKED if problem.is_dynamic or ragged or not spec.mask.is_trivial else PLAIN
+    return MASKED if hides_keys(problem) else PLAIN
+
+
+def hides_keys(problem: Problem) -> bool:
+    """Returns whether a mask, an array or the end of the keys hides some key of a KV tile."""
+    ragged = problem.kv_len % FusedBlocks.block_kv != 0
+    return ragged or problem.is_dynamic or not problem.spec.mask.is_trivial
 
 
 def may_sum_bias(problem: Problem, cluster: int) -> bool:
