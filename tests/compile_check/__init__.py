@@ -24,6 +24,6 @@ by that process. An instruction in inline assembly is a fault of its row.
 The exit status is 1 if a kernel fails to compile, is compiled for another architecture than the
 target's, asks for more shared memory than the target has, spills more than ALLOWED_SPILLS of `rows`
 or `portable_rows`, has its wgmma serialized or its setmaxnreg ignored, if ptxas reported no
-kernel at all, or if compiling a row costs more than its budget (`budget`), in kernels, in PTX
-instructions, or by far in CPU seconds. --budget notes what the rows cost now.
+kernel at all, or if a row compiles more kernels or PTX instructions than its budget (`budget`)
+allows. --budget notes what the rows cost now.
 """
