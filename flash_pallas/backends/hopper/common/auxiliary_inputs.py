@@ -100,11 +100,6 @@ class AuxiliaryInputs:
         )
 
     @property
-    def row_vectors(self) -> tuple[str, ...]:
-        """Names of the vectors of rows, in the order of AuxiliaryGmem.row_vectors."""
-        return vectors(self.problem, self.q_axis)
-
-    @property
     def column_vectors(self) -> tuple[str, ...]:
         """Names of the vectors of columns, in the order of AuxiliaryGmem.column_vectors."""
         return vectors(self.problem, 1 - self.q_axis)
@@ -181,7 +176,8 @@ class AuxiliaryInputs:
         """Loads the row fragments that are the same for every head."""
         rows = pl.ds(place.row_start, WARPGROUP_ROWS)
         loaded = (_load_rows(vector.at[place.batch, rows]) for vector in gmem.row_vectors)
-        fragments = TileInputs()._replace(**dict(zip(self.row_vectors, loaded, strict=True)))
+        names = vectors(self.problem, self.q_axis)
+        fragments = TileInputs()._replace(**dict(zip(names, loaded, strict=True)))
         if not self.q_axis:
             return fragments
         return fragments._replace(kv_keys=self.row_keys(gmem, place))

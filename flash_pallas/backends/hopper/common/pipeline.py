@@ -154,12 +154,11 @@ def swizzles(width: int, dtype, *columns: int) -> list[int]:
     Both operands of a wgmma must have the same swizzle if both lie in shared memory.
     """
     size = jnp.dtype(dtype).itemsize
-
-    def fills(row: int, swizzle: int) -> bool:
-        return row % 16 == 0 if row <= swizzle else row % swizzle == 0
-
+    rows = [count * size for count in columns]
     return [
-        s for s in SWIZZLES if width * size % s == 0 and all(fills(c * size, s) for c in columns)
+        s
+        for s in SWIZZLES
+        if width * size % s == 0 and all(row % (16 if row <= s else s) == 0 for row in rows)
     ]
 
 

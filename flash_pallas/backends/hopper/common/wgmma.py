@@ -107,10 +107,11 @@ class Matmuls:
 
         Args:
             width: length of a tile's rows, which matmuls sum over.
-            *arrays: operands in device memory that are copied into the tile or out of it.
+            *arrays: operands in device memory that are copied into the tile or out of it; None
+                where one is not known.
             summed_rows: number of rows of a block, where a matmul sums over those too.
         """
-        columns = (x.shape[-1] // self.parts for x in arrays)
+        columns = (x.shape[-1] // self.parts for x in arrays if x is not None)
         return self._swizzles(width, summed_rows, *columns)[0]
 
     def _swizzles(self, width: int, summed_rows: int, *columns: int) -> list[int]:
@@ -124,11 +125,8 @@ class Matmuls:
         return tuple(ref.at[(*rows, slice(i, i + width))] for i in (0, width))
 
     def store(self, ref, x):
-        """Writes x, f32 in registers, to shared memory as an operand."""
-        self.store_parts(ref, self.split(x))
-
-    def store_parts(self, ref, parts: tuple):
-        """Writes the parts that `split` made to shared memory."""
+        """Writes x to shared memory as an operand: f32 in registers, or what `split` made of it."""
+        parts = x if isinstance(x, tuple) else self.split(x)
         for target, part in zip(self.refs(ref), parts, strict=True):
             target[...] = part
 

@@ -34,8 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core import block_lists, bounds, dropout, scores
-from ....core.block_lists import BlockLists
+from ....core import dropout, scores
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs, Problem, Tangents
 from ....core.scores import TileInputs
@@ -47,11 +46,11 @@ from ...gpu.ptx import inline, online_softmax
 from ...gpu.ptx.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
 from ..common.pipeline import rows_of, warpgroup_rows
-from ..forward.cta import ForwardCta, ForwardGmem, ForwardRows, QTile, TangentTiles, TileScheduler
+from ..forward.cta import ForwardCta, ForwardGmem, ForwardRows, QTile, TangentTiles
 from ..forward.kernel import drain_inline, load_inline_first, produce
 from ..forward.softmax import finish, finite, per_row, unseen
 from ..forward.tiles import ForwardBlocks, ForwardSmem
-from .tiles import RowsGmem, TangentPlan, tangent_scratch, whole_rows
+from .tiles import RowsGmem, TangentPlan, tangent_aux, tangent_scratch, whole_rows
 
 # --- The launch -----------------------------------------------------------------------------------
 
@@ -77,15 +76,12 @@ def tangents(
     Returns:
         Tangents: with rows of whole tiles.
     """
-    rows = blocks.tile_rows
-    scheduler = TileScheduler.of(problem, rows, None, False, interpret)
-    lists = None
-    if problem.is_listed:
-        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
-        lists = scheduler.ordered(lists)
     moves, primal = moves_of(operand_tangents), outputs is None
-    plan = TangentPlan(problem, blocks, scheduler, interpret, moves=moves, primal=primal)
-    gmem = _gmem(plan, operands, operand_tangents, lists)
+    moving = tangent_aux(problem, moves)
+    plan = TangentPlan.of(problem, blocks, interpret, tangent_aux=moving, primal=primal)
+    aux = moving.arrays(only(operand_tangents, moves))
+    tiles = TangentTiles(operand_tangents.q, operand_tangents.k, operand_tangents.v, aux)
+    gmem = plan.arrays(operands)._replace(tangents=tiles)
     before = None if outputs is None else _rows_gmem(plan, outputs)
     per_row = float32((problem.batch, problem.q_heads, whole_rows(problem, blocks)))
     o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
@@ -96,37 +92,12 @@ def tangents(
         functools.partial(run_cta, plan),
         out=(results,),
         scratch=(tangent_scratch(problem, blocks, moves, gmem.q, gmem.v, o),),
-        grid={"cta": scheduler.num_ctas},
+        grid={"cta": plan.num_ctas},
         threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_jvp" if primal else "flash_pallas_tangents",
         interpret=interpret,
     )
     return run(gmem, before)[0]
-
-
-def _gmem(
-    plan: TangentPlan, operands: Operands, operand_tangents: Operands, lists: BlockLists | None
-) -> ForwardGmem:
-    problem, (rows, block_kv) = plan.problem, (plan.blocks.tile_rows, plan.blocks.block_kv)
-    by_arrays, offset = lists is None and plan.dynamic, problem.spec.q_offset
-    hides = lists is None and problem.hides_by_arrays
-    table = plan.scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])
-    moving = plan.tangent_aux
-    return ForwardGmem(
-        *(operands.q, operands.k, operands.v),
-        table=jnp.asarray(table),
-        q_offset=operands.q_offset,
-        kv_bounds=bounds.kv_bounds(problem, operands, rows, block_kv) if by_arrays else None,
-        kv_whole=bounds.kv_whole(operands, WARPGROUP_ROWS, block_kv) if hides else None,
-        lists=lists,
-        aux=plan.aux.arrays(operands),
-        tangents=TangentTiles(
-            operand_tangents.q,
-            operand_tangents.k,
-            operand_tangents.v,
-            moving.arrays(only(operand_tangents, plan.moves)),
-        ),
-    )
 
 
 def _rows_gmem(plan: TangentPlan, outputs: Outputs) -> RowsGmem:
@@ -215,7 +186,7 @@ def consume(cta: TangentCta):
     plan = cta.plan
     if plan.blocks.producer:
         plgpu.set_max_registers(plan.blocks.compute_registers, action="increase")
-    number = plan.scheduler.first(cta)
+    number = cta.first_tile()
     step_cta: Any = cta
     tile = cta.q_tile(number)._replace(used=jnp.int32(0))
     if not plan.blocks.producer:
@@ -369,7 +340,7 @@ def weights(cta: TangentCta, z: scores.Logits, rows: Any, edges: str):
     """
     plan, first = cta.plan, rows is None
     slack = None if first else plan.blocks.lazy_rescale or None
-    old = unseen(plan, z.x) if first else rows.maxima
+    old = unseen(cta, z.x) if first else rows.maxima
     compared = online_softmax.compared(old, z.x, z.log2_scale, plan.far, slack, plan.interpret)
     m = finite(plan, compared.m, edges)
     x = compared.x * z.log2_scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -96,20 +95,13 @@ class RowsGmem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TangentPlan(ForwardPlan):
-    """The plan of a launch: that of the forward, and what has tangents.
+    """The plan of a launch: that of the forward, with the inputs that have tangents.
 
     Attributes:
-        moves: names of the operands besides q, k and v that have tangents.
         primal: O and the log-sum-exp are computed too.
     """
 
-    moves: frozenset[str] = frozenset()
     primal: bool = True
-
-    @functools.cached_property
-    def tangent_aux(self) -> AuxiliaryInputs:
-        """The auxiliary inputs that have tangents."""
-        return tangent_aux(self.problem, self.moves)
 
 
 def tangent_aux(problem: Problem, moves: frozenset[str]) -> AuxiliaryInputs:

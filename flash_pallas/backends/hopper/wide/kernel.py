@@ -338,7 +338,7 @@ class WideKernel:
 
     def store_weights(self, cta: WideCta, weights):
         """Hands a warpgroup's weights, an operand, to both."""
-        self.matmuls.store_parts(cta.smem.weights.at[cta.wg], weights)
+        self.matmuls.store(cta.smem.weights.at[cta.wg], weights)
         plgpu.barrier_arrive(cta.bars.weights_full)
 
     def replace_weights(self, cta: WideCta, weights):

@@ -497,7 +497,7 @@ class LatentKernel:
     def hand_over(self, cta: LatentCta, handed: Handed, rows: Rows):
         """Hands what a tile does to the sums to the other warpgroup, with the new maxima."""
         maxima = rows.maxima
-        self.matmuls.store_parts(cta.smem.weights.at[cta.wg], handed.p)
+        self.matmuls.store(cta.smem.weights.at[cta.wg], handed.p)
         for i, x in ((ALPHA, handed.alpha), (M, maxima.m), (SHIFT, maxima.shift)):
             if x is not None:
                 cta.smem.rows[cta.wg, i] = plgpu.layout_cast(x, inline.ROWS)

@@ -160,7 +160,7 @@ class DkvKernel:
         matmuls = functools.partial(self.weights, cta, fragments, (n, block), masked, far)
         p, handed = pl.run_scoped(matmuls, self.score_accumulator)
         cta.p.wait_empty(n)
-        self.matmuls.store_parts(cta.smem.p.at[cta.p.slot(n)], handed)
+        self.matmuls.store(cta.smem.p.at[cta.p.slot(n)], handed)
         plgpu.barrier_arrive(cta.p.full.at[cta.p.slot(n)])
         cta.do.wait_full(n)
         # Ends during the next tile.
