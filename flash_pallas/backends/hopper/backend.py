@@ -64,7 +64,8 @@ from .forward.tiles import (
 )
 from .ragged.kernel import attend_packed, joined, ragged_chunks
 from .ragged.tiles import choose_chunk_blocks, unsupported_chunks
-from .tangent import launch as tangent_launch
+from .tangent import kernel as tangent_kernel
+from .tangent.tiles import choose_tangent
 from .wide import latent
 from .wide import launch as wide
 from .wide.latent import LatentBlocks
@@ -239,7 +240,8 @@ class HopperJvp(_Operation, base.Jvp):
             return "computes this forward by the decode kernels, which have none"
         if primal and problem.spec.max_logit:
             return "computes none together with the largest logit"
-        tiles = tangent_launch.blocks_of(problem, moves, primal, self.backend.producer)
+        producer = self.backend.producer
+        tiles = choose_tangent(problem, moves, primal=primal, producer=producer)
         return None if tiles else "has no tiles for them that fit into shared memory"
 
     def run(
@@ -248,7 +250,7 @@ class HopperJvp(_Operation, base.Jvp):
         """Computes the tangents of O and of the log-sum-exp."""
         problem, producer = describe(operands, spec), self.backend.producer
         interpret = self.backend.interpret
-        return tangent_launch.push(problem, operands, tangents, outputs, producer, interpret)
+        return tangent_kernel.push(problem, operands, tangents, outputs, producer, interpret)
 
 
 class HopperJvpOfVjp(_Operation, base.JvpOfVjp):

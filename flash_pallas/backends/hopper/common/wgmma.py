@@ -85,8 +85,11 @@ class Matmuls:
         # With 32 bytes, 240 filled up to 256 is 0.79 (forward) and 0.76 times as fast as a padded
         # copy (H200, causal, T=16k), and 112 to 128 0.93 and 1.05 times.
         narrowest = 64 if head_dim > 128 else 32
-        widest = (self._swizzles(head_dim, rows, width)[:1] for rows in summed_rows or (0,))
-        return width if all(s and s[0] >= narrowest for s in widest) else head_dim
+        for rows in summed_rows or (0,):
+            possible = swizzles(math.gcd(head_dim, rows), self.operand_dtype, width)
+            if not possible or possible[0] < narrowest:
+                return head_dim
+        return width
 
     def joined(self, x):
         """Converts what a kernel wrote, an operand, to an array of the call's dtype."""
@@ -112,10 +115,7 @@ class Matmuls:
             summed_rows: number of rows of a block, where a matmul sums over those too.
         """
         columns = (x.shape[-1] // self.parts for x in arrays if x is not None)
-        return self._swizzles(width, summed_rows, *columns)[0]
-
-    def _swizzles(self, width: int, summed_rows: int, *columns: int) -> list[int]:
-        return swizzles(math.gcd(width, summed_rows), self.operand_dtype, *columns)
+        return swizzles(math.gcd(width, summed_rows), self.operand_dtype, *columns)[0]
 
     def refs(self, ref) -> tuple:
         """Returns the refs of the parts of an operand in shared memory."""

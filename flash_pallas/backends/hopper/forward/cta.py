@@ -543,7 +543,11 @@ class ForwardCta:
         if edges == "none":
             return Limits()
         if edges == "last":
-            return place.limits(mask, self.kv_len(tile))
+            kv_len = self.ragged_len(tile)
+            if tile.listed is not None:
+                kv_len = self.plan.problem.kv_len if kv_len is None else kv_len
+                kv_len = tile.listed.keys_seen(kv_len)
+            return place.limits(mask, kv_len)
         if edges == "all":  # the last block may stand anywhere in a list
             return place.limits(mask, None if tile.listed is None else self.ragged_len(tile))
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
@@ -551,13 +555,6 @@ class ForwardCta:
         if left is not None and right is not None and left + right >= sum(place.shape):
             mask = Mask(left=left) if edges == "left" else Mask(right=right)
         return place.limits(mask)
-
-    def kv_len(self, tile: QTile):
-        """Returns where the keys end for a tile's first step; None if that hides nothing."""
-        if tile.listed is None:
-            return self.ragged_len(tile)
-        kv_len = self.ragged_len(tile)
-        return tile.listed.keys_seen(self.plan.problem.kv_len if kv_len is None else kv_len)
 
     def ragged_len(self, tile: QTile):
         """Returns where the keys end; None if that is at the end of a block."""

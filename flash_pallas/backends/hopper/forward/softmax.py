@@ -112,10 +112,10 @@ def bounded_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, 
     if plan.blocks.weighs_first and cap(plan, tile.edges) is not None:
         # In float32 weights take the registers of the logits; in 16 bits they would need others, as
         # PV still reads those of the last weights.
-        early = lax.optimization_barrier(weights(cta, tile, z, None, jnp.float32))
+        early = lax.optimization_barrier(bounded_weights(cta, tile, z, jnp.float32))
     plgpu.wgmma_wait(0)
     cta.v.release(use - 1)
-    p, sums = weights(cta, tile, z, None, plan.problem.dtype) if early is None else early
+    p, sums = bounded_weights(cta, tile, z, plan.problem.dtype) if early is None else early
     p = plan.matmuls.split(p)
     return ForwardRows(p, None, rows.l + sums, joined(plan, rows.only, p, tile.edges))
 
@@ -175,10 +175,10 @@ def logits(
 
 
 def cap(plan: ForwardPlan, edges: str) -> Cap | None:
-    """Returns the cap that `weights` applies to the logits of steps with these edges, or None.
+    """Returns the cap that `bounded_weights` applies, in steps with these edges, or None.
 
-    Without it logits come capped, if at all. `weights` caps only where nothing hides a key. A
-    bias or slopes make most logits large, and dropout has work of its own to overlap with the
+    Without it logits come capped, if at all. They are left uncapped only where nothing hides a key.
+    A bias or slopes make most logits large, and dropout has work of its own to overlap with the
     exponentials: neither was tried.
     """
     spec, added = plan.problem.spec, {"bias", "alibi_slopes"} & plan.problem.features
@@ -241,36 +241,41 @@ def exponentials(plan: ForwardPlan, z: Logits, m):
     return p, inline.lane_sums(p, plan.interpret)
 
 
-def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
-    """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
+def bounded_weights(cta: ForwardCta, tile: QTile, z: Logits, dtype):
+    """Returns `weights` that are relative to no row maxima, capped where `cap` says so."""
     plan, own_cap = cta.plan, cap(cta.plan, tile.edges)
-    never_empty = tile.edges == "none" and not may_be_empty(plan)
-    polynomials, bounded = plan.blocks.polynomials, m is None and never_empty
+    bounded = tile.edges == "none" and not may_be_empty(plan)
+    weigh = functools.partial(weights, cta, tile, z, None, dtype)
     if own_cap is None:
-        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)
+        return weigh(bounded=bounded)
     # Without tangents exponentials have their unit to themselves: an eighth of them as
     # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
     small = own_cap._replace(small=True)
     is_large = softcap.is_large(z.x, own_cap, plan.interpret)
-    weigh = functools.partial(weights_with, cta, tile, z, m, dtype)
     return lax.cond(
-        is_large > 0, lambda: weigh(polynomials, bounded, own_cap), lambda: weigh(0.0, True, small)
+        is_large > 0,
+        lambda: weigh(bounded=bounded, cap=own_cap),
+        lambda: weigh(bounded=True, cap=small),
     )
 
 
-def weights_with(
+def weights(
     cta: ForwardCta,
     tile: QTile,
     z: Logits,
     m,
     dtype,
-    polynomials: float,
-    bounded: bool,
+    *,
+    bounded: bool = False,
     cap: Cap | None = None,
 ):
-    """Returns what `weights` does; the last three parameters are of online_softmax.weights."""
+    """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m.
+
+    `bounded` and `cap` are as of online_softmax.weights.
+    """
     plan, x = cta.plan, z.x
     log2_scale = z.log2_scale if cap is None else cap.log2_scale
+    polynomials = 0.0 if cap is not None and cap.small else plan.blocks.polynomials
     m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
     m = per_row(m, x.shape)
     if plan.interpret:

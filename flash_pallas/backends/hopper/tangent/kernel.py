@@ -34,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core import dropout, scores
+from ....core import dropout, padding, scores
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs, Problem, Tangents
 from ....core.scores import TileInputs
@@ -46,13 +46,51 @@ from ...gpu.ptx import inline, online_softmax
 from ...gpu.ptx.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
 from ..common.pipeline import rows_of, warpgroup_rows
+from ..common.wgmma import Matmuls
 from ..forward.cta import ForwardCta, ForwardGmem, ForwardRows, QTile, TangentTiles
 from ..forward.kernel import drain_inline, load_inline_first, produce
 from ..forward.softmax import finish, finite, per_row, unseen
-from ..forward.tiles import ForwardBlocks, ForwardSmem
-from .tiles import RowsGmem, TangentPlan, tangent_aux, tangent_scratch, whole_rows
+from ..forward.tiles import ForwardBlocks, ForwardSmem, native_problem
+from .tiles import RowsGmem, TangentPlan, choose_tangent, tangent_aux, tangent_scratch, whole_rows
 
 # --- The launch -----------------------------------------------------------------------------------
+
+
+def push(
+    problem: Problem,
+    operands: Operands,
+    operand_tangents: Operands,
+    outputs: Outputs | None,
+    producer: bool,
+    interpret: bool,
+) -> Tangents:
+    """Computes the tangents of O and of the log-sum-exp, as `Jvp.run` does.
+
+    Args:
+        problem: the problem of the operands.
+        operands: operands of the call.
+        operand_tangents: tangents of q, k, v and others; None where an operand has none.
+        outputs: results of a forward of this call; None: they are computed too.
+        producer: a warpgroup of its own loads.
+        interpret: run under the interpreter.
+    """
+    moves, primal = moves_of(operand_tangents), outputs is None
+    blocks = choose_tangent(problem, moves, primal=primal, producer=producer)
+    assert blocks is not None
+    native = native_problem(problem)
+    matmuls = Matmuls(problem.dtype, interpret)
+    widths = {"q": (native.head_dim,), "k": (native.head_dim,)}
+    widths |= {"v": (native.v_head_dim, blocks.block_kv)}
+    # A weight of 0 times the tangent of a score of padding is 0 only if that is finite.
+    laid_out = lambda x: x._replace(
+        **{name: matmuls.operand(getattr(x, name), *sizes) for name, sizes in widths.items()}
+    )
+    cleared, moved = (laid_out(padding.cleared(operands, x)) for x in (operands, operand_tangents))
+    results = tangents(native, blocks, cleared, moved, outputs, interpret)
+    queries = slice(problem.q_len)
+    cut = lambda x: None if x is None else matmuls.joined(x)[:, queries, :, : problem.v_head_dim]
+    rows = jax.tree.map(lambda x: x[:, :, queries], results._replace(o=None, do=None))
+    return Tangents(*rows._replace(o=cut(results.o), do=cut(results.do)))
 
 
 def tangents(

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core.problem import Problem
+from ....core.problem import EXTRA_GRADS, Problem
 from ...gpu import auxiliary_arrays
 from ..common.auxiliary_inputs import AuxiliaryInputs, many, modifiers, wants_narrow_tiles
 from ..common.pipeline import fits
 from ..forward.cta import ForwardPlan, TangentTiles
-from ..forward.tiles import ForwardBlocks, ForwardSmem, is_plain, scratch
+from ..forward.tiles import ForwardBlocks, ForwardSmem, is_plain, native_problem, scratch
 
 # --- Tile sizes -----------------------------------------------------------------------------------
 
@@ -45,11 +45,12 @@ def choose_tangent(
     """Returns the first of TILES that suits a problem; None where there is none.
 
     Args:
-        problem: a problem with native head dims.
-        moves: names of the operands besides q, k and v that have tangents.
+        problem: the problem of the call.
+        moves: names of the operands that have tangents.
         primal: O and the log-sum-exp are computed too.
         producer: a warpgroup of its own loads.
     """
+    problem, moves = native_problem(problem), moves & set(EXTRA_GRADS)
     plain = is_plain(problem) and "sinks" not in problem.features and not moves
     # Other calls have 12 to 124 bytes of spills in one kernel, and none in two.
     in_one_kernel = plain and producer and problem.dtype == jnp.bfloat16
