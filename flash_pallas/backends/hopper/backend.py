@@ -43,8 +43,7 @@ from .backward.launch import (
 from .backward.paired.tiles import PairedBlocks
 from .backward.split.tiles import DkvBlocks, DqBlocks
 from .backward.tangent.launch import launches, push_backward
-from .common.pipeline import SMEM_LIMIT
-from .common.wgmma import Matmuls
+from .common.pipeline import SMEM_LIMIT, Matmuls
 from .decode.kernel import decode
 from .decode.packed_forward import described, forward_packed, packs
 from .decode.shared import decode_shared

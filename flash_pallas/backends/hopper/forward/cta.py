@@ -32,9 +32,8 @@ from ...gpu.ptx.online_softmax import far_of
 from ...gpu.score_tile import RegisterTile
 from ..common import tile_lists
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
-from ..common.pipeline import Padding, Ring, loader, rows_of
+from ..common.pipeline import Matmuls, Padding, Ring, loader, rows_of
 from ..common.tile_lists import TileList
-from ..common.wgmma import Matmuls
 from .tiles import SLOTS, ForwardBlocks, ForwardSmem, claims_tiles
 
 # --- The order of the tiles -----------------------------------------------------------------------
@@ -266,7 +265,7 @@ PER_ROW = ("lse_log2", "shift", "max_logit")  # the results of one value a row
 class ForwardGmem(NamedTuple):
     """Operands in device memory."""
 
-    q: Any  # [B, T, N, H], an operand of common/wgmma.py, as are k and v
+    q: Any  # [B, T, N, H], an operand of Matmuls, as are k and v
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
     table: Any  # int32, see ForwardPlan.table
@@ -338,8 +337,8 @@ class ForwardCta:
     Attributes:
         plan: the plan of the launch.
         gmem: operands in device memory.
-        out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], a result of
-            common/wgmma.py, the others f32[B, N, rows] or None.
+        out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], an operand
+            of Matmuls, the others f32[B, N, rows] or None.
         smem: shared memory and barriers.
         k, v: the rings of K and V.
         index: index of the CTA.

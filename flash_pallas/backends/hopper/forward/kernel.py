@@ -73,12 +73,12 @@ def forward(
     Args:
         problem: a problem with native head dims, whose lengths include no padding.
         blocks: tile sizes.
-        operands: q, k and v as operands of common/wgmma.py.
+        operands: q, k and v as operands of Matmuls.
         num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
 
     Returns:
-        Outputs: o, a result of common/wgmma.py, is as long as q; others are as long as whole tiles.
+        Outputs: o, an operand of Matmuls, is as long as q; others are as long as whole tiles.
     """
     blocks = blocks.possible(problem)
     num_ctas = num_sms * blocks.teams if blocks.persistent else None

@@ -20,9 +20,8 @@ from ..common.auxiliary_inputs import (
     modifiers,
     wants_narrow_tiles,
 )
-from ..common.pipeline import Ring, fits, row_buffer
+from ..common.pipeline import Matmuls, Ring, fits, row_buffer
 from ..common.tile_lists import largest
-from ..common.wgmma import Matmuls
 
 # --- Tile sizes of the forward kernel: which can be chosen, which are chosen, and why -------------
 

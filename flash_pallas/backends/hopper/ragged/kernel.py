@@ -32,7 +32,7 @@ from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline
 from ...gpu.ptx.cleared_rows import clear_from, clear_outside
 from ...gpu.ptx.some_rows import Some
-from ..common.wgmma import LENGTH_MULTIPLE
+from ..common.pipeline import LENGTH_MULTIPLE
 from ..decode.combine import CombineKernel
 from ..decode.kernel import decode_packed, launched
 from ..decode.plan import DecodePlan, DecodeResults, Packed

@@ -45,8 +45,7 @@ from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline, online_softmax
 from ...gpu.ptx.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
-from ..common.pipeline import rows_of, warpgroup_rows
-from ..common.wgmma import Matmuls
+from ..common.pipeline import Matmuls, rows_of, warpgroup_rows
 from ..forward.cta import ForwardCta, ForwardGmem, ForwardRows, QTile, TangentTiles
 from ..forward.kernel import drain_inline, load_inline_first, produce
 from ..forward.softmax import finish, finite, per_row, unseen
@@ -106,7 +105,7 @@ def tangents(
     Args:
         problem: a problem with native head dims.
         blocks: tile sizes.
-        operands: operands of the call without padding; q, k and v as operands of common/wgmma.py.
+        operands: operands of the call without padding; q, k and v as operands of Matmuls.
         operand_tangents: likewise, all of q, k and v among them.
         outputs: o, lse_log2 and shift, if a forward has computed them; None: they are computed too.
         interpret: run by the interpreter.

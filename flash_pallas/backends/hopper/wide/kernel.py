@@ -35,8 +35,7 @@ from ...gpu.ptx import inline
 from ...gpu.score_tile import RegisterTile
 from ..backward.operands import BackwardArrays, own_place
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
-from ..common.pipeline import hidden
-from ..common.wgmma import Matmuls
+from ..common.pipeline import Matmuls, hidden
 from .column_tiles import column_tiles, masks
 from .tiles import (
     COLUMNS,

@@ -38,8 +38,7 @@ from ....gpu.launch import WARPGROUP_ROWS, launch
 from ....gpu.ptx import inline
 from ....gpu.score_tile import RegisterTile, Weights, row_shift
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
-from ...common.pipeline import Ring, rows_of
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls, Ring, rows_of
 from ..operands import (
     BackwardArrays,
     QTileList,
