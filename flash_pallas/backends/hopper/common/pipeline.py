@@ -310,7 +310,7 @@ class Matmuls:
                 where one is not known.
             summed_rows: number of rows of a block, where a matmul sums over those too.
         """
-        columns = (x.shape[-1] // self.parts for x in arrays if x is not None)
+        columns = [x.shape[-1] // self.parts for x in arrays if x is not None]
         return swizzles(math.gcd(width, summed_rows), self.operand_dtype, *columns)[0]
 
     def refs(self, ref) -> tuple:

@@ -273,7 +273,8 @@ def step(cta: TangentCta, fixed: Fixed, j, rows: Any, *, edges: str) -> Rows:
         fixed = fixed._replace(tile=tile._replace(step_block=tile.kv_block(j)))
     cta.k.wait_full(use)
     run = functools.partial(score_tangents, cta, fixed, (j, use, edges), rows)
-    p, g, rows = pl.run_scoped(run, *(score_accumulator(cta),) * 2)
+    scores_acc = plgpu.ACC((WARPGROUP_ROWS, cta.plan.blocks.block_kv), jnp.float32)
+    p, g, rows = pl.run_scoped(run, scores_acc, scores_acc)
     slot = hidden(cta, cta.v.slot(use))
     cta.v.wait_full(use)
     v, dv = cta.smem.v.at[slot], cta.smem.tangents.v.at[slot]
@@ -295,11 +296,6 @@ def hidden(cta: TangentCta, index):
     problem = cta.plan.problem
     wide = problem.head_dim + problem.v_head_dim > 256 or problem.dtype == jnp.float32
     return lax.optimization_barrier(jnp.int32(index)) if wide else index
-
-
-def score_accumulator(cta: TangentCta):
-    """Returns the accumulator of a tile of scores, or of their tangents."""
-    return plgpu.ACC((WARPGROUP_ROWS, cta.plan.blocks.block_kv), jnp.float32)
 
 
 def score_tangents(cta: TangentCta, fixed: Fixed, block, rows: Rows | None, s_acc, ds_acc):
