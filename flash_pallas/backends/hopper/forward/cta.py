@@ -189,7 +189,7 @@ class ForwardPlan:
         return ints.floor_div(head, heads), ints.remainder(head, heads), block
 
     def table(self) -> np.ndarray:
-        """Returns the tiles of all CTAs, see `list_schedule`: a tile costs as many KV blocks."""
+        """Returns the `list_schedule` of all CTAs; a tile costs its number of KV blocks."""
         if not self.uses_table:
             return np.zeros((1, 1), np.int32)
         starts = range(0, self.q_tiles * self.blocks.tile_rows, self.blocks.tile_rows)
@@ -205,7 +205,7 @@ class ForwardPlan:
         if problem.is_listed:
             lists = block_lists.of_queries(problem, operands, sizes)
             lists = tile_lists.ordered(lists, problem.batch, problem.q_heads)
-            past = jnp.full(self.num_ctas, self.num_tiles, jnp.int32)  # which can be claimed
+            past = jnp.full(self.num_ctas, self.num_tiles, jnp.int32)  # these can be claimed too
             lists = lists._replace(order=jnp.concatenate([lists.order, past]))
         elif problem.is_dynamic:
             kv_bounds = bounds.kv_bounds(problem, operands, *sizes)
@@ -412,7 +412,7 @@ class ForwardCta:
         return number, self.exists(number)
 
     def following(self, n, *, wait: bool = True):
-        """Returns what the producer's `claim` returns.
+        """Returns what the producer's `claim` returns: (number of the tile, whether it exists).
 
         A compute warpgroup waits for it, once per tile. The producer does not.
         """

@@ -50,7 +50,7 @@ from ..forward.cta import ForwardCta, ForwardGmem, ForwardRows, QTile, TangentTi
 from ..forward.kernel import drain_inline, load_inline_first, produce
 from ..forward.softmax import finish, finite, per_row, unseen
 from ..forward.tiles import ForwardBlocks, ForwardSmem, native_problem
-from .tiles import RowsGmem, TangentPlan, choose_tangent, tangent_aux, tangent_scratch, whole_rows
+from .tiles import RowsGmem, TangentPlan, choose_tangent, tangent_aux, tangent_scratch
 
 # --- The launch -----------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ def tangents(
     tiles = TangentTiles(operand_tangents.q, operand_tangents.k, operand_tangents.v, aux)
     gmem = plan.arrays(operands)._replace(tangents=tiles)
     before = None if outputs is None else _rows_gmem(plan, outputs)
-    per_row = float32((problem.batch, problem.q_heads, whole_rows(problem, blocks)))
+    per_row = float32((problem.batch, problem.q_heads, plan.q_tiles * blocks.tile_rows))
     o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
     shift = per_row if plan.far else None
     of_primal = (o, per_row, shift) if primal else (None, None, None)
@@ -138,7 +138,7 @@ def tangents(
 
 
 def _rows_gmem(plan: TangentPlan, outputs: Outputs) -> RowsGmem:
-    rows = whole_rows(plan.problem, plan.blocks)
+    rows = plan.q_tiles * plan.blocks.tile_rows
     shift = outputs.shift if plan.far else None
     return RowsGmem(
         pad_axis(pad_axis(outputs.o, 1, rows), 3, plan.problem.v_head_dim),

@@ -132,8 +132,3 @@ def tangent_scratch(
         v_ring=smem.v_ring.filled_by(2),
         v_arrived=None,
     )
-
-
-def whole_rows(problem: Problem, blocks: ForwardBlocks) -> int:
-    """Returns the number of rows of whole Q tiles."""
-    return -(-problem.q_len // blocks.tile_rows) * blocks.tile_rows
