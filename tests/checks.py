@@ -45,7 +45,7 @@ CUT_OFF_COLUMNS, NARROW = 3 * 2 * 16, 256
 # softcap.py), under the interpreter too. Plain jnp's is a rational function, right to an eps.
 TANH_ERROR = 1.1e-5
 # Rounding to bfloat16 loses 2^-8 of an operand. The kernels multiply float32 in bfloat16 parts, and
-# such a product is wrong by 2^-15 (backends/hopper/common/wgmma.py): that much of the former.
+# such a product is wrong by 2^-15 (Matmuls of the hopper backend): that much of the former.
 IN_PARTS = 2.0**-7
 
 OUTPUTS = ("o", "lse", "max_logit")

@@ -9,7 +9,7 @@ import pytest
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.launch import native_backward_problem
 from flash_pallas.backends.hopper.backward.split.tiles import HEAD_DIMS, native_head_dim
-from flash_pallas.backends.hopper.common.wgmma import Matmuls
+from flash_pallas.backends.hopper.common.pipeline import Matmuls
 from flash_pallas.core.mask import Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, describe
 

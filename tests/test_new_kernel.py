@@ -17,8 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from flash_pallas.backends.gpu import launch, score_tile
 from flash_pallas.backends.gpu.ptx import inline
 from flash_pallas.backends.hopper.common.auxiliary_inputs import AuxiliaryInputs, Place
-from flash_pallas.backends.hopper.common.pipeline import Ring, fits, warpgroup_rows
-from flash_pallas.backends.hopper.common.wgmma import Matmuls
+from flash_pallas.backends.hopper.common.pipeline import Matmuls, Ring, fits, warpgroup_rows
 from flash_pallas.core.mask import Limits, Mask
 from flash_pallas.core.problem import AttentionSpec, Operands, Problem, describe
 

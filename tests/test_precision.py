@@ -15,7 +15,7 @@ from flax import linen
 import flash_pallas as fp
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.launch import SplitBlocks
-from flash_pallas.backends.hopper.common.wgmma import Matmuls
+from flash_pallas.backends.hopper.common.pipeline import Matmuls
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
 from flash_pallas.nn import attention_fn

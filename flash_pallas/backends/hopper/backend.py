@@ -43,8 +43,7 @@ from .backward.launch import (
 from .backward.paired.tiles import PairedBlocks
 from .backward.split.tiles import DkvBlocks, DqBlocks
 from .backward.tangent.launch import launches, push_backward
-from .common.pipeline import SMEM_LIMIT
-from .common.wgmma import Matmuls
+from .common.pipeline import SMEM_LIMIT, Matmuls
 from .decode.kernel import decode
 from .decode.packed_forward import described, forward_packed, packs
 from .decode.shared import decode_shared
@@ -64,7 +63,8 @@ from .forward.tiles import (
 )
 from .ragged.kernel import attend_packed, joined, ragged_chunks
 from .ragged.tiles import choose_chunk_blocks, unsupported_chunks
-from .tangent import launch as tangent_launch
+from .tangent import kernel as tangent_kernel
+from .tangent.tiles import choose_tangent
 from .wide import latent
 from .wide import launch as wide
 from .wide.latent import LatentBlocks
@@ -197,7 +197,8 @@ class HopperAttention(_Operation, base.Attention):
             return forward_packed(problem, operands, self.backend.sms, interpret)
         native = native_problem(problem)
         matmuls = Matmuls(problem.dtype, interpret)
-        q, k = (matmuls.operand(x, native.head_dim) for x in (operands.q, operands.k))
+        q = matmuls.operand(operands.q, native.head_dim)
+        k = matmuls.operand(operands.k, native.head_dim)
         v = matmuls.operand(operands.v, native.v_head_dim, blocks.forward.block_kv)
         native_operands = operands._replace(q=q, k=k, v=v)
         out = forward(native, blocks.forward, native_operands, self.backend.sms, interpret)
@@ -238,7 +239,8 @@ class HopperJvp(_Operation, base.Jvp):
             return "computes this forward by the decode kernels, which have none"
         if primal and problem.spec.max_logit:
             return "computes none together with the largest logit"
-        tiles = tangent_launch.blocks_of(problem, moves, primal, self.backend.producer)
+        producer = self.backend.producer
+        tiles = choose_tangent(problem, moves, primal=primal, producer=producer)
         return None if tiles else "has no tiles for them that fit into shared memory"
 
     def run(
@@ -247,7 +249,7 @@ class HopperJvp(_Operation, base.Jvp):
         """Computes the tangents of O and of the log-sum-exp."""
         problem, producer = describe(operands, spec), self.backend.producer
         interpret = self.backend.interpret
-        return tangent_launch.push(problem, operands, tangents, outputs, producer, interpret)
+        return tangent_kernel.push(problem, operands, tangents, outputs, producer, interpret)
 
 
 class HopperJvpOfVjp(_Operation, base.JvpOfVjp):

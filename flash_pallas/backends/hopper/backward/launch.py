@@ -10,7 +10,7 @@ import numpy as np
 from ....core import padding
 from ....core.problem import Cotangents, Grads, Operands, Problem
 from ...gpu.launch import score_grads
-from ..common.wgmma import Matmuls
+from ..common.pipeline import Matmuls
 from .dbias.kernel import score_sums
 from .fused.kernel import backward_fused
 from .fused.launches import choose_split_q, fitting

@@ -22,9 +22,8 @@ from ....core.softmax import EMPTY_ROW
 from ...gpu.auxiliary_arrays import AuxiliaryGmem, with_shift
 from ..common import tile_lists
 from ..common.auxiliary_inputs import AuxiliaryInputs
-from ..common.pipeline import Padding
+from ..common.pipeline import Matmuls, Padding
 from ..common.tile_lists import TileList
-from ..common.wgmma import Matmuls
 
 # --- The operands of every backward kernel, padded for TMA ----------------------------------------
 
@@ -37,7 +36,7 @@ class BackwardArrays(NamedTuple):
     T8 and S8 are the sequence lengths rounded up to a multiple of 8. D and Dv are the head dims
     that a kernel runs or, where TMA fills its tiles up with zeros, those of the call. Padding is 0
     except in lse_log2, where it is core.softmax.EMPTY_ROW, so that padded queries get P = 0. q, k,
-    v and do have the operand form of common/wgmma.py, and so have the gradients of q, k and v.
+    v and do have the operand form of Matmuls, and so have the gradients of q, k and v.
     """
 
     q: Any  # [B, T8, N, D]

@@ -100,11 +100,6 @@ class AuxiliaryInputs:
         )
 
     @property
-    def row_vectors(self) -> tuple[str, ...]:
-        """Names of the vectors of rows, in the order of AuxiliaryGmem.row_vectors."""
-        return vectors(self.problem, self.q_axis)
-
-    @property
     def column_vectors(self) -> tuple[str, ...]:
         """Names of the vectors of columns, in the order of AuxiliaryGmem.column_vectors."""
         return vectors(self.problem, 1 - self.q_axis)
@@ -180,11 +175,13 @@ class AuxiliaryInputs:
     def fragments_of_rows(self, gmem: AuxiliaryGmem, place: Place) -> TileInputs:
         """Loads the row fragments that are the same for every head."""
         rows = pl.ds(place.row_start, WARPGROUP_ROWS)
-        loaded = (_load_rows(vector.at[place.batch, rows]) for vector in gmem.row_vectors)
-        fragments = TileInputs()._replace(**dict(zip(self.row_vectors, loaded, strict=True)))
-        if not self.q_axis:
-            return fragments
-        return fragments._replace(kv_keys=self.row_keys(gmem, place))
+        named = zip(vectors(self.problem, self.q_axis), gmem.row_vectors, strict=True)
+        loaded: dict[str, Any] = {
+            name: _load_rows(vector.at[place.batch, rows]) for name, vector in named
+        }
+        if self.q_axis:
+            loaded["kv_keys"] = self.row_keys(gmem, place)
+        return TileInputs(**loaded)
 
     def row_keys(self, gmem: AuxiliaryGmem, place: Place):
         """Loads dropout's keys of the rows; None without dropout."""

@@ -14,8 +14,15 @@ from ....core.integers import round_up
 from ...gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...gpu.ptx import draft_bits
 from ...gpu.ptx.inline_columns import WARPS
-from ..common.pipeline import SMEM_LIMIT, Ring, row_buffer, swizzles, tile_buffer
-from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
+from ..common.pipeline import (
+    LENGTH_MULTIPLE,
+    SMEM_LIMIT,
+    Matmuls,
+    Ring,
+    row_buffer,
+    swizzles,
+    tile_buffer,
+)
 from ..forward.tiles import NATIVE_HEAD_DIMS, native_head_dims
 
 SMEM_PER_SM = 233_472  # bytes of an SM

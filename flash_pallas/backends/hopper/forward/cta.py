@@ -9,10 +9,9 @@ with long lists come first: see longest_first in core/block_lists.py.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ....core import block_lists, bounds
 from ....core import integers as ints
-from ....core.block_lists import BlockLists
 from ....core.mask import Limits, Mask
-from ....core.problem import Outputs, Problem
+from ....core.problem import Operands, Outputs, Problem
 from ....core.scores import TileInputs
 from ...gpu import auxiliary_arrays
 from ...gpu.launch import WARPGROUP_ROWS
@@ -33,12 +32,11 @@ from ...gpu.ptx.online_softmax import far_of
 from ...gpu.score_tile import RegisterTile
 from ..common import tile_lists
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
-from ..common.pipeline import Padding, Ring, loader, rows_of
+from ..common.pipeline import Matmuls, Padding, Ring, loader, rows_of
 from ..common.tile_lists import TileList
-from ..common.wgmma import Matmuls
-from .tiles import SLOTS, ForwardBlocks, ForwardSmem
+from .tiles import SLOTS, ForwardBlocks, ForwardSmem, claims_tiles
 
-# --- The tile scheduler ---------------------------------------------------------------------------
+# --- The order of the tiles -----------------------------------------------------------------------
 
 # K and V of the heads worked on at one time should stay in the 50 MB L2; 16 MB measured best on
 # H200 for causal attention (all 16 heads at once, 33 MB at T = 4k: 5 % slower).
@@ -47,189 +45,6 @@ SWIZZLE_BYTES = 16 << 20
 # Above this many tiles the list schedule is not worth its size: round-robin over tiles sorted by
 # length is then within one tile of balanced.
 MAX_TABLE_TILES = 1 << 16
-
-
-@dataclasses.dataclass(frozen=True)
-class TileScheduler:
-    """Numbers the Q tiles and gives each of them to a CTA.
-
-    Attributes:
-        batch, heads, q_tiles: number of each.
-        swizzle_heads: number of heads worked on together (their K and V stay in L2).
-        longest_first: causal: tiles of these heads run from the last Q tile to the first.
-        num_ctas: number of CTAs.
-        uses_table: CTAs go through the lists of `table`.
-        dynamic: CTAs claim tiles instead of going through a list.
-        has_lists: the tiles have lists of keys, with an order that is followed.
-        interpret: run by the interpreter, where every CTA claims every `num_ctas`-th tile.
-    """
-
-    batch: int
-    heads: int
-    q_tiles: int
-    swizzle_heads: int
-    longest_first: bool
-    num_ctas: int
-    uses_table: bool
-    dynamic: bool
-    interpret: bool
-    has_lists: bool = False
-
-    @classmethod
-    def of(
-        cls, problem: Problem, tile_rows: int, num_ctas: int | None, dynamic: bool, interpret: bool
-    ) -> TileScheduler:
-        """Chooses the schedule of a problem's tiles.
-
-        Q tiles are fastest where most cost the same. If causal, heads are fastest, and the longest
-        tiles come first.
-
-        Args:
-            problem: a problem with native head dims.
-            tile_rows: number of query rows in a tile.
-            num_ctas: number of persistent CTAs, of which some may be teams of one; None: a CTA for
-                each tile.
-            dynamic: CTAs claim tiles.
-            interpret: run by the interpreter.
-        """
-        q_tiles, heads = -(-problem.q_len // tile_rows), problem.batch * problem.q_heads
-        num_tiles, mask = heads * q_tiles, problem.spec.mask
-        # Neighbouring tiles of a window share keys, and all but the first have equally many.
-        windowed = mask.left is not None and 2 * mask.left < problem.kv_len
-        longest_first = not (mask.right is None or windowed or problem.is_listed)
-        swizzle_heads = 1
-        if longest_first:
-            kv_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * 2
-            swizzle_heads = max(problem.group, min(heads, SWIZZLE_BYTES // max(kv_bytes, 1)))
-            while heads % swizzle_heads:
-                swizzle_heads -= 1
-        return cls(
-            batch=problem.batch,
-            heads=problem.q_heads,
-            q_tiles=q_tiles,
-            swizzle_heads=swizzle_heads,
-            longest_first=longest_first,
-            num_ctas=num_tiles if num_ctas is None else min(num_ctas, num_tiles),
-            uses_table=num_ctas is not None and longest_first and num_tiles <= MAX_TABLE_TILES,
-            dynamic=dynamic,
-            interpret=interpret,
-            has_lists=problem.is_listed,
-        )
-
-    @property
-    def num_tiles(self) -> int:
-        """Number of tiles, of all batch entries and heads."""
-        return self.batch * self.heads * self.q_tiles
-
-    def tile(self, number) -> tuple[Any, Any, Any]:
-        """Returns (batch, head, Q block) of a tile; its number is a Python int or traced int32."""
-        swizzle = self.swizzle_heads * self.q_tiles
-        first, within = ints.floor_div(number, swizzle), ints.remainder(number, swizzle)
-        block = ints.floor_div(within, self.swizzle_heads)
-        if self.longest_first:
-            block = self.q_tiles - 1 - block
-        head = first * self.swizzle_heads + ints.remainder(within, self.swizzle_heads)
-        return ints.floor_div(head, self.heads), ints.remainder(head, self.heads), block
-
-    def table(self, cost_of_block: Callable) -> np.ndarray:
-        """Returns the table, an operand of the kernel; cost_of_block(Q block) is in KV blocks."""
-        if not self.uses_table:
-            return np.zeros((1, 1), np.int32)
-        per_block = np.array([cost_of_block(i) for i in range(self.q_tiles)])
-        costs = [per_block[self.tile(number)[2]] + 1.0 for number in range(self.num_tiles)]
-        return list_schedule(np.array(costs), self.num_ctas)
-
-    def ordered(self, lists: BlockLists) -> BlockLists:
-        """Returns the lists of all tiles, with their order; one past the last can be claimed."""
-        lists = tile_lists.ordered(lists, self.batch, self.heads)
-        past = jnp.full(self.num_ctas, self.num_tiles, jnp.int32)
-        return lists._replace(order=jnp.concatenate([lists.order, past]))
-
-    # --- in the kernel: `cta` is a ForwardCta, and its n-th tile is counted from 0 ----------------
-
-    def count(self, cta):
-        """Returns how many tiles are listed for this CTA."""
-        if self.uses_table:
-            return cta.gmem.table[cta.index, 0]
-        least, rest = divmod(self.num_tiles, self.num_ctas)
-        return jnp.int32(least) + (cta.index < rest).astype(jnp.int32) if rest else jnp.int32(least)
-
-    def listed(self, cta, n):
-        """Returns the number of the CTA's n-th tile; of any tile where it has fewer."""
-        if self.uses_table:
-            return cta.gmem.table[cta.index, n + 1]
-        number = lax.min(n * self.num_ctas + cta.index, jnp.int32(self.num_tiles - 1))
-        return cta.gmem.lists.order[number] if self.has_lists else number
-
-    def after(self, cta, n):
-        """Returns (number of the tile after the n-th of the list, whether there is one)."""
-        n, count = n + 1, self.count(cta)
-        return self.listed(cta, n), n < count
-
-    def first(self, cta):
-        """Returns the number of the CTA's first tile."""
-        if self.dynamic and not self.has_lists:
-            return jnp.int32(cta.index)
-        return self.listed(cta, jnp.int32(0))
-
-    def exists(self, cta, number):
-        """Returns whether there is a tile with this number; one past the last can be claimed."""
-        return number < self.num_tiles
-
-    def claim(self, cta, n):
-        """Claims (producer) the tile after the n-th; returns (its number, whether it exists)."""
-        if not self.dynamic:
-            return self.after(cta, n)
-        slot = lax.rem(n + 1, jnp.int32(SLOTS))
-        target = cta.smem.tile_numbers.at[slot]
-        if self.interpret:
-            number = jnp.int32((n + 1) * self.num_ctas + cta.index)
-            if self.has_lists:
-                number = cta.gmem.lists.order[number]
-            cta.smem.tile_numbers[slot] = jnp.full((1,), number)
-        else:
-            order = cta.gmem.lists.order if self.has_lists else None
-            number = tile_claims.claim(self.num_ctas, cta.counter, target, order)
-            if not self.has_lists:
-                number = number + jnp.int32(self.num_ctas)
-        plgpu.barrier_arrive(cta.smem.tile_full.at[slot])
-        return number, self.exists(cta, number)
-
-    def claim_ahead(self, cta, n):
-        """Does nothing; a subclass may claim here, before it loads the n-th tile, for `claimed`."""
-
-    def claimed(self, cta, n):
-        """Returns what `claim` returns; called when the n-th tile has been loaded."""
-        return self.claim(cta, n)
-
-    def following(self, cta, n):
-        """Waits for what the producer's `claim` returns, in a compute warpgroup once per tile."""
-        if not self.dynamic:
-            return self.after(cta, n)
-        slot = lax.rem(n + 1, jnp.int32(SLOTS))
-        plgpu.barrier_wait(cta.smem.tile_full.at[slot])
-        number = cta.smem.tile_numbers[slot, 0]
-        if not self.interpret and not self.has_lists:
-            number = number + jnp.int32(self.num_ctas)
-        return number, self.exists(cta, number)
-
-    def each(self, cta, body: Callable, carry):
-        """Runs carry, (number, _) = body(n, number, carry) for each tile; returns the last carry.
-
-        body's (number, _) are those of `claim` or `following`.
-        """
-        if not self.dynamic:
-            count = self.count(cta)
-            step = lambda n, carry: body(n, self.listed(cta, n), carry)[0]
-            return lax.fori_loop(jnp.int32(0), count, step, carry)
-
-        def claimed(state):
-            n, number, carry = state
-            carry, (number, _) = body(n, number, carry)
-            return n + 1, number, carry
-
-        more = lambda state: self.exists(cta, state[1])
-        return lax.while_loop(more, claimed, (jnp.int32(0), self.first(cta), carry))[2]
 
 
 def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
@@ -249,17 +64,6 @@ def list_schedule(costs: np.ndarray, workers: int) -> np.ndarray:
         table[worker, 0] = len(tiles)
         table[worker, 1 : 1 + len(tiles)] = tiles
     return table
-
-
-def with_counter(kernel: Callable, results):
-    """Calls kernel(counter) with a new counter in device memory, int32[1] that starts at 0.
-
-    Args:
-        kernel: function that returns arrays.
-        results: shapes and dtypes of these arrays, a pytree.
-    """
-
-    return with_state(kernel, jnp.zeros((1,), jnp.int32), results)[1]
 
 
 def with_state(kernel: Callable, state, results):
@@ -290,54 +94,132 @@ def with_state(kernel: Callable, state, results):
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPlan:
-    """Everything about a launch that is known at trace time.
+    """Everything about a launch that is known at trace time; `of` makes it.
 
     Attributes:
         problem: the attention problem that is computed.
         blocks: tile sizes, with the options that the problem can have.
-        scheduler: the Q tiles of each CTA.
-        interpret: run by the interpreter.
+        interpret: run by the interpreter, where every CTA claims every `num_ctas`-th tile.
+        aux: the auxiliary inputs: what modifiers read besides Q, K and V.
+        matmuls: products of operands of the call's dtype.
+        far: magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large.
+        q_tiles: number of Q tiles of a head.
+        num_tiles: number of those of all batch entries and heads.
+        num_ctas: number of CTAs, or of teams where a CTA has several.
+        longest_first: causal: tiles of these heads run from the last Q tile to the first.
+        swizzle_heads: number of heads worked on together (their K and V stay in L2).
+        uses_table: CTAs go through the lists of `table`.
+        claims: CTAs claim tiles instead of going through a list.
+        claims_ahead: a tile is claimed before the one before it is loaded.
+        tangent_aux: AuxiliaryInputs of the tangents of `aux`; None but in tangent/kernel.py.
     """
 
     problem: Problem
     blocks: ForwardBlocks
-    scheduler: TileScheduler
     interpret: bool
+    aux: AuxiliaryInputs
+    matmuls: Matmuls
+    far: float
+    q_tiles: int
+    num_tiles: int
+    num_ctas: int
+    longest_first: bool
+    swizzle_heads: int
+    uses_table: bool
+    claims: bool
+    claims_ahead: bool = False
+    tangent_aux: Any = None
 
-    @functools.cached_property
-    def aux(self) -> AuxiliaryInputs:
-        """The auxiliary inputs: what modifiers read besides Q, K and V."""
-        return AuxiliaryInputs(self.problem, q_axis=0)
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        blocks: ForwardBlocks,
+        interpret: bool,
+        most_ctas: int | None = None,
+        **others: Any,
+    ) -> Self:
+        """Plans a launch.
 
-    @property
-    def cta_type(self) -> type[ForwardCta]:
-        """The class of this plan's CTAs."""
-        return ForwardCta
+        Q tiles are fastest where most cost the same. If causal, heads are fastest, and the longest
+        tiles come first.
 
-    @functools.cached_property
-    def tangent_aux(self) -> AuxiliaryInputs | None:
-        """Tangents of `aux`, as the inputs of another call; None but in tangent/kernel.py."""
-        return None
+        Args:
+            problem: a problem with native head dims.
+            blocks: tile sizes, with the options that the problem can have.
+            interpret: run by the interpreter.
+            most_ctas: number of persistent CTAs, of which some may be teams of one; None: a CTA for
+                each tile.
+            **others: the fields with defaults.
+        """
+        q_tiles, heads = -(-problem.q_len // blocks.tile_rows), problem.batch * problem.q_heads
+        num_tiles, mask = heads * q_tiles, problem.spec.mask
+        # Neighbouring tiles of a window share keys, and all but the first have equally many.
+        windowed = mask.left is not None and 2 * mask.left < problem.kv_len
+        longest_first = not (mask.right is None or windowed or problem.is_listed)
+        swizzle_heads = 1
+        if longest_first:
+            kv_bytes = problem.kv_len * (problem.head_dim + problem.v_head_dim) * 2
+            swizzle_heads = max(problem.group, min(heads, SWIZZLE_BYTES // max(kv_bytes, 1)))
+            while heads % swizzle_heads:
+                swizzle_heads -= 1
+        return cls(
+            *(problem, blocks, interpret),
+            aux=AuxiliaryInputs(problem, q_axis=0),
+            matmuls=Matmuls(problem.dtype, interpret),
+            far=far_of(problem.spec, problem.dtype),
+            q_tiles=q_tiles,
+            num_tiles=num_tiles,
+            num_ctas=num_tiles if most_ctas is None else min(most_ctas, num_tiles),
+            longest_first=longest_first,
+            swizzle_heads=swizzle_heads,
+            uses_table=most_ctas is not None and longest_first and num_tiles <= MAX_TABLE_TILES,
+            claims=claims_tiles(problem, blocks),
+            **others,
+        )
 
-    @functools.cached_property
-    def matmuls(self) -> Matmuls:
-        """Matmuls of operands of the call's dtype."""
-        return Matmuls(self.problem.dtype, self.interpret)
+    def tile(self, number) -> tuple[Any, Any, Any]:
+        """Returns (batch, head, Q block) of a tile; its number is a Python int or traced int32."""
+        swizzle, heads = self.swizzle_heads * self.q_tiles, self.problem.q_heads
+        first, within = ints.floor_div(number, swizzle), ints.remainder(number, swizzle)
+        block = ints.floor_div(within, self.swizzle_heads)
+        if self.longest_first:
+            block = self.q_tiles - 1 - block
+        head = first * self.swizzle_heads + ints.remainder(within, self.swizzle_heads)
+        return ints.floor_div(head, heads), ints.remainder(head, heads), block
 
-    @property
-    def dynamic(self) -> bool:
-        """True if arrays decide which KV blocks a tile reads."""
-        return self.problem.is_dynamic
+    def table(self) -> np.ndarray:
+        """Returns the `list_schedule` of all CTAs; a tile costs its number of KV blocks."""
+        if not self.uses_table:
+            return np.zeros((1, 1), np.int32)
+        starts = range(0, self.q_tiles * self.blocks.tile_rows, self.blocks.tile_rows)
+        offset = self.problem.spec.q_offset
+        per_block = np.array([self.kv_tile_range(start + offset)[1] for start in starts])
+        costs = [per_block[self.tile(number)[2]] + 1.0 for number in range(self.num_tiles)]
+        return list_schedule(np.array(costs), self.num_ctas)
 
-    @functools.cached_property
-    def far(self) -> float:
-        """Magnitude of logits (base 2) beyond which rows need a shift; 0: none can be so large."""
-        return far_of(self.problem.spec, self.problem.dtype)
-
-    @property
-    def keeps_shift(self) -> bool:
-        """True if the shift of rows lies in shared memory; see the function of this name."""
-        return bool(self.far and self.blocks.speculates)
+    def arrays(self, operands: Operands) -> ForwardGmem:
+        """Returns the operands as the kernel reads them, but for `padding`."""
+        problem, sizes = self.problem, (self.blocks.tile_rows, self.blocks.block_kv)
+        lists = kv_bounds = kv_whole = None
+        if problem.is_listed:
+            lists = block_lists.of_queries(problem, operands, sizes)
+            lists = tile_lists.ordered(lists, problem.batch, problem.q_heads)
+            past = jnp.full(self.num_ctas, self.num_tiles, jnp.int32)  # these can be claimed too
+            lists = lists._replace(order=jnp.concatenate([lists.order, past]))
+        elif problem.is_dynamic:
+            kv_bounds = bounds.kv_bounds(problem, operands, *sizes)
+            if problem.hides_by_arrays:
+                kv_whole = bounds.kv_whole(operands, WARPGROUP_ROWS, sizes[1])
+        return ForwardGmem(
+            *(operands.q, operands.k, operands.v),
+            table=jnp.asarray(self.table()),
+            q_offset=operands.q_offset,
+            kv_bounds=kv_bounds,
+            kv_whole=kv_whole,
+            lists=lists,
+            aux=self.aux.arrays(operands),
+        )
 
     def kv_tile_range(self, position):
         """Returns (first, count) of the KV blocks of a tile whose first query is at `position`."""
@@ -383,10 +265,10 @@ PER_ROW = ("lse_log2", "shift", "max_logit")  # the results of one value a row
 class ForwardGmem(NamedTuple):
     """Operands in device memory."""
 
-    q: Any  # [B, T, N, H], an operand of common/wgmma.py, as are k and v
+    q: Any  # [B, T, N, H], an operand of Matmuls, as are k and v
     k: Any  # [B, S, K, H]
     v: Any  # [B, S, K, Hv]
-    table: Any  # int32, see TileScheduler
+    table: Any  # int32, see ForwardPlan.table
     q_offset: Any = None  # int32[B]; None unless it is traced
     kv_bounds: Any = None  # int32[B, Q tiles, 2], see core/bounds.py; None where arithmetic says
     kv_whole: Any = None  # int32[B, T / 64, 2], see core/bounds.py, where problem.hides_by_arrays
@@ -418,8 +300,11 @@ class QTile(NamedTuple):
     used: Any = 0  # uses of the K and V rings before its first block
     fragments: Any = None  # TileInputs, the auxiliary inputs of a warpgroup's rows
     listed: TileList | None = None  # its KV blocks, where lists say which they are
-    step_block: Any = None  # the KV block of the step, where it was looked up early
     ragged: Any = None  # TileRow of ragged/tiles.py; None but in ragged/kernel.py
+    # Of a step:
+    step_block: Any = None  # its KV block; with lists it is looked up early
+    inputs: Any = None  # TileInputs of that block
+    edges: str = "last"  # what may hide its keys, as for ForwardCta.limits
 
     @property
     def kv_stop(self):
@@ -452,8 +337,8 @@ class ForwardCta:
     Attributes:
         plan: the plan of the launch.
         gmem: operands in device memory.
-        out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], a result of
-            common/wgmma.py, the others f32[B, N, rows] or None.
+        out: results in device memory, their rows those of whole tiles: o [B, T, N, Hv], an operand
+            of Matmuls, the others f32[B, N, rows] or None.
         smem: shared memory and barriers.
         k, v: the rings of K and V.
         index: index of the CTA.
@@ -474,15 +359,101 @@ class ForwardCta:
     @property
     def running_shift(self):
         """This warpgroup's shift in shared memory; None: it is in registers, or there is none."""
-        return self.smem.running_shift.at[self.wg] if self.plan.keeps_shift else None
+        kept = self.smem.running_shift
+        return None if kept is None else kept.at[self.wg]
+
+    # --- which tiles are its own: the n-th is counted from 0 --------------------------------------
+
+    def num_listed(self):
+        """Returns how many tiles are listed for this CTA."""
+        plan = self.plan
+        if plan.uses_table:
+            return self.gmem.table[self.index, 0]
+        least, rest = divmod(plan.num_tiles, plan.num_ctas)
+        fewest = jnp.int32(least)
+        return fewest + (self.index < rest).astype(jnp.int32) if rest else fewest
+
+    def listed_tile(self, n):
+        """Returns the number of the n-th tile; of any tile where there are fewer."""
+        plan = self.plan
+        if plan.uses_table:
+            return self.gmem.table[self.index, n + 1]
+        number = lax.min(n * plan.num_ctas + self.index, jnp.int32(plan.num_tiles - 1))
+        return self.gmem.lists.order[number] if plan.problem.is_listed else number
+
+    def first_tile(self):
+        """Returns the number of the first tile."""
+        if self.plan.claims and not self.plan.problem.is_listed:
+            return jnp.int32(self.index)
+        return self.listed_tile(jnp.int32(0))
+
+    def exists(self, number):
+        """Returns whether there is a tile with this number; one past the last can be claimed."""
+        return number < self.plan.num_tiles
+
+    def claim(self, n):
+        """Claims (producer) the tile after the n-th; returns (its number, whether it exists)."""
+        plan, smem, lists = self.plan, self.smem, self.gmem.lists
+        if not plan.claims:
+            return self.following(n)
+        slot = lax.rem(n + 1, jnp.int32(SLOTS))
+        target = smem.tile_numbers.at[slot]
+        if plan.interpret:
+            number = jnp.int32((n + 1) * plan.num_ctas + self.index)
+            if lists is not None:
+                number = lists.order[number]
+            smem.tile_numbers[slot] = jnp.full((1,), number)
+        else:
+            order = None if lists is None else lists.order
+            number = tile_claims.claim(plan.num_ctas, self.counter, target, order)
+            if lists is None:
+                number = number + jnp.int32(plan.num_ctas)
+        plgpu.barrier_arrive(smem.tile_full.at[slot])
+        return number, self.exists(number)
+
+    def following(self, n, *, wait: bool = True):
+        """Returns what the producer's `claim` returns: (number of the tile, whether it exists).
+
+        A compute warpgroup waits for it, once per tile. The producer does not.
+        """
+        if not self.plan.claims:
+            n, count = n + 1, self.num_listed()
+            return self.listed_tile(n), n < count
+        slot = lax.rem(n + 1, jnp.int32(SLOTS))
+        if wait:
+            plgpu.barrier_wait(self.smem.tile_full.at[slot])
+        number = self.smem.tile_numbers[slot, 0]
+        if not self.plan.interpret and self.gmem.lists is None:
+            number = number + jnp.int32(self.plan.num_ctas)
+        return number, self.exists(number)
+
+    def each_tile(self, body: Callable, carry):
+        """Runs carry, (number, _) = body(n, number, carry) for each tile; returns the last carry.
+
+        body's (number, _) are those of `claim` or `following`.
+        """
+        if not self.plan.claims:
+            count = self.num_listed()
+            step = lambda n, carry: body(n, self.listed_tile(n), carry)[0]
+            return lax.fori_loop(jnp.int32(0), count, step, carry)
+
+        def claimed(state):
+            n, number, carry = state
+            carry, (number, _) = body(n, number, carry)
+            return n + 1, number, carry
+
+        more = lambda state: self.exists(state[1])
+        return lax.while_loop(more, claimed, (jnp.int32(0), self.first_tile(), carry))[2]
+
+    # --- what it reads and sees of a tile ---------------------------------------------------------
 
     def q_tile(self, number) -> QTile:
         """Returns the Q tile with this number; for a number past the last one, any."""
-        plan, scheduler = self.plan, self.plan.scheduler
-        if scheduler.dynamic:
-            number = lax.min(number, jnp.int32(scheduler.num_tiles - 1))
+        plan = self.plan
+        if plan.claims:
+            number = lax.min(number, jnp.int32(plan.num_tiles - 1))
         # Traced: a static start past the array's end would be refused.
-        batch, head, block = map(jnp.int32, scheduler.tile(number))
+        batch, head, block = map(jnp.int32, plan.tile(number))
         offset = plan.problem.spec.q_offset
         if plan.problem.traced_offset:
             offset = self.gmem.q_offset[batch]
@@ -490,7 +461,7 @@ class ForwardCta:
         if plan.problem.is_listed:
             listed = TileList.of(plan.problem, self.gmem.lists, (batch, head, block))
             start, count = 0, listed.steps
-        elif plan.dynamic:
+        elif plan.problem.is_dynamic:
             start, stop = (self.gmem.kv_bounds[batch, block, end] for end in (0, 1))
             count = lax.max(stop - start, jnp.int32(1))
         else:
@@ -571,7 +542,11 @@ class ForwardCta:
         if edges == "none":
             return Limits()
         if edges == "last":
-            return place.limits(mask, self.kv_len(tile))
+            kv_len = self.ragged_len(tile)
+            if tile.listed is not None:
+                kv_len = self.plan.problem.kv_len if kv_len is None else kv_len
+                kv_len = tile.listed.keys_seen(kv_len)
+            return place.limits(mask, kv_len)
         if edges == "all":  # the last block may stand anywhere in a list
             return place.limits(mask, None if tile.listed is None else self.ragged_len(tile))
         # A band wider than a tile's diagonals never hides keys of one tile on both its sides.
@@ -579,13 +554,6 @@ class ForwardCta:
         if left is not None and right is not None and left + right >= sum(place.shape):
             mask = Mask(left=left) if edges == "left" else Mask(right=right)
         return place.limits(mask)
-
-    def kv_len(self, tile: QTile):
-        """Returns where the keys end for a tile's first step; None if that hides nothing."""
-        if tile.listed is None:
-            return self.ragged_len(tile)
-        kv_len = self.ragged_len(tile)
-        return tile.listed.keys_seen(self.plan.problem.kv_len if kv_len is None else kv_len)
 
     def ragged_len(self, tile: QTile):
         """Returns where the keys end; None if that is at the end of a block."""

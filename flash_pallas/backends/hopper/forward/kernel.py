@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core import block_lists, bounds, padding
+from ....core import padding
 from ....core.problem import Operands, Outputs, Problem
 from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline
@@ -48,8 +48,7 @@ from .cta import (
     ForwardPlan,
     ForwardRows,
     QTile,
-    TileScheduler,
-    with_counter,
+    with_state,
 )
 from .softmax import (
     bounded_softmax,
@@ -61,7 +60,7 @@ from .softmax import (
     per_row,
     speculative_softmax,
 )
-from .tiles import ForwardBlocks, ForwardSmem, claims_tiles, is_bounded, team_scratch
+from .tiles import ForwardBlocks, ForwardSmem, is_bounded, team_scratch
 
 # --- The launch -----------------------------------------------------------------------------------
 
@@ -74,94 +73,73 @@ def forward(
     Args:
         problem: a problem with native head dims, whose lengths include no padding.
         blocks: tile sizes.
-        operands: q, k and v as operands of common/wgmma.py.
+        operands: q, k and v as operands of Matmuls.
         num_sms: number of SMs, for a persistent kernel.
         interpret: run by the interpreter.
 
     Returns:
-        Outputs: o, a result of common/wgmma.py, is as long as q; others are as long as whole tiles.
+        Outputs: o, an operand of Matmuls, is as long as q; others are as long as whole tiles.
     """
     blocks = blocks.possible(problem)
-    rows, claims = blocks.tile_rows, claims_tiles(problem, blocks)
     num_ctas = num_sms * blocks.teams if blocks.persistent else None
-    scheduler = TileScheduler.of(problem, rows, num_ctas, claims, interpret)
-    lists = None
-    if problem.is_listed:
-        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
-        lists = scheduler.ordered(lists)
-    plan = ForwardPlan(problem, blocks, scheduler, interpret)
-    offset, hides = problem.spec.q_offset, problem.hides_by_arrays and lists is None
-    table = scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])
-    gmem = ForwardGmem(
-        *(operands.q, operands.k, operands.v),
-        table=jnp.asarray(table),
-        q_offset=operands.q_offset,
-        kv_bounds=(
-            bounds.kv_bounds(problem, operands, rows, blocks.block_kv)
-            if plan.dynamic and lists is None
-            else None
-        ),
-        padding=Padding.of(padding.valid_keys(operands), blocks.block_kv),
-        kv_whole=bounds.kv_whole(operands, WARPGROUP_ROWS, blocks.block_kv) if hides else None,
-        lists=lists,
-        aux=plan.aux.arrays(operands),
-    )
-    per_row = float32((problem.batch, problem.q_heads, scheduler.q_tiles * rows))
+    plan = ForwardPlan.of(problem, blocks, interpret, num_ctas)
+    holes = Padding.of(padding.valid_keys(operands), blocks.block_kv)
+    gmem = plan.arrays(operands)._replace(padding=holes)
+    per_row = float32((problem.batch, problem.q_heads, plan.q_tiles * blocks.tile_rows))
     out = Outputs(
         o=jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype),
         lse_log2=per_row,
         shift=per_row if plan.far else None,
         max_logit=per_row if problem.spec.max_logit else None,
     )
-    call = functools.partial(
-        launch,
-        out=(out,),
-        scratch=team_scratch(problem, blocks, gmem.q, gmem.v, out.o),
-        grid={"cta": pl.cdiv(scheduler.num_ctas, blocks.teams)},
-        threads=(blocks.warpgroups + blocks.producer) * blocks.teams,
-        name="flash_pallas_forward",
-        interpret=interpret,
-    )
-    kernel = lambda counter: call(functools.partial(forward_teams, plan, counter))(gmem)
-    (results,) = with_counter(kernel, (out,)) if claims else kernel(None)
-    return results
+
+    def run(counter):
+        call = launch(
+            functools.partial(forward_teams, plan, counter),
+            out=(out,),
+            scratch=team_scratch(problem, blocks, gmem.q, gmem.v, out.o),
+            grid={"cta": pl.cdiv(plan.num_ctas, blocks.teams)},
+            threads=(blocks.warpgroups + blocks.producer) * blocks.teams,
+            name="flash_pallas_forward",
+            interpret=interpret,
+        )
+        return call(gmem)
+
+    if not plan.claims:
+        return run(None)[0]
+    return with_state(run, jnp.zeros((1,), jnp.int32), (out,))[1][0]
 
 
-def forward_teams(plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, *smem: ForwardSmem):
-    """Runs the teams of a CTA; see ForwardCta for the arguments.
+def forward_teams(
+    plan: ForwardPlan,
+    counter,
+    gmem: ForwardGmem,
+    out: Outputs,
+    *smem: ForwardSmem,
+    cta_type: type[ForwardCta] = ForwardCta,
+):
+    """Runs the teams of a CTA, each a `cta_type`; see ForwardCta for the arguments.
 
     Each has code of its own, so that the addresses of its shared memory are constants.
     """
-    team = functools.partial(forward_cta, plan, counter, gmem, out)
+    team = functools.partial(run_team, cta_type, plan, gmem, out, counter)
     cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
     if len(smem) == 1:
         return team(smem[0], (cta, wg))
     size = plan.blocks.warpgroups + plan.blocks.producer
     for n, own in enumerate(smem):
         index, within = cta * len(smem) + n, wg - size * n
-        is_own = (within >= 0) & (within < size) & (index < plan.scheduler.num_ctas)
+        is_own = (within >= 0) & (within < size) & (index < plan.num_ctas)
         pl.when(is_own)(functools.partial(team, own, (index, within)))
 
 
-def forward_cta(
-    plan: ForwardPlan, counter, gmem: ForwardGmem, out: Outputs, smem: ForwardSmem, indices
-):
+def run_team(cta_type: type[ForwardCta], plan: ForwardPlan, gmem, out, counter, smem, indices):
     """Runs a team of a CTA: gives each of its warpgroups its role, consumer or producer.
 
     `indices` are those of the team and of the warpgroup; see ForwardCta for the others.
     """
     blocks, (index, wg) = plan.blocks, indices
-    cta = plan.cta_type(
-        plan=plan,
-        gmem=gmem,
-        out=out,
-        smem=smem,
-        k=smem.k_ring,
-        v=smem.v_ring,
-        index=index,
-        wg=wg,
-        counter=counter,
-    )
+    cta = cta_type(plan, gmem, out, smem, smem.k_ring, smem.v_ring, index, wg, counter)
     pl.when(cta.wg < blocks.warpgroups)(functools.partial(consume, cta))
     if blocks.producer:
         pl.when(cta.wg == blocks.warpgroups)(functools.partial(produce, cta))
@@ -175,7 +153,7 @@ def consume(cta: ForwardCta):
     plan, smem, first = cta.plan, cta.smem, jnp.int32(0)
     if plan.blocks.producer:
         plgpu.set_max_registers(plan.blocks.compute_registers, action="increase")
-    number = plan.scheduler.first(cta)
+    number = cta.first_tile()
     tile = cta.q_tile(number)
     step_cta = cta if plan.blocks.producer else load_inline_first(cta, number)
     tile = tile._replace(fragments=cta.row_fragments(tile))
@@ -185,8 +163,9 @@ def consume(cta: ForwardCta):
     rows = first_softmax(step_cta, tile, s, first)
     p = plan.matmuls.split(rows.p)
     rows = rows._replace(p=p, only=joined(plan, None, p, "last"))
-    ping_pong_start(cta)
-    _, used = plan.scheduler.each(cta, functools.partial(mainloop, cta), (rows, jnp.int32(0)))
+    is_last = cta.wg == plan.blocks.warpgroups - 1  # which lets the first one go
+    pl.when(is_last)(functools.partial(ping_pong_arrive, cta))
+    _, used = cta.each_tile(functools.partial(mainloop, cta), (rows, jnp.int32(0)))
     if not plan.blocks.producer:
         drain_inline(cta, used)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -214,7 +193,7 @@ def mainloop(cta: ForwardCta, n, number, carry):
         if not plan.blocks.persistent:
             epilogue(step_cta, tile, rows, after, o_acc)
             return (rows, after), None
-        following = following or plan.scheduler.following(step_cta, n)
+        following = following or step_cta.following(n)
         rows = overlapped_epilogue(step_cta, number, following, rows, after, o_acc)
         return (rows, after), following
 
@@ -234,7 +213,7 @@ def step(cta: ForwardCta, tile: QTile, o_acc, j, rows: ForwardRows, *, edges: st
         tile = tile._replace(step_block=tile.kv_block(j))  # under the wait for K
     cta.k.wait_full(use)
     s = matmuls(cta, cta.smem.q.at[cta.wg], use, rows.p, o_acc)  # issues (1), (2); waits for (1)
-    z = logits(cta, tile, s, j, edges, use)  # scaled, modified and masked; releases K
+    tile, z = logits(cta, tile, s, j, edges, use)  # scaled, modified and masked; releases K
     # Each of these computes P and its row sums, waits for (2), releases V and rescales O and l.
     if is_bounded(cta.plan.problem):
         return bounded_softmax(cta, tile, z, rows, use, o_acc)
@@ -263,12 +242,8 @@ def matmuls(cta: ForwardCta, q, use, p, o_acc):
         ping_pong_arrive(cta)
         return plgpu.wgmma_accumulator_load(s_acc, wait_n=cta.plan.matmuls.count)
 
-    return pl.run_scoped(issue, score_accumulator(cta.plan))
-
-
-def score_accumulator(plan: ForwardPlan):
-    """Returns the accumulator of a warpgroup's S."""
-    return plgpu.ACC((WARPGROUP_ROWS, plan.blocks.block_kv), jnp.float32)
+    s = plgpu.ACC((WARPGROUP_ROWS, cta.plan.blocks.block_kv), jnp.float32)
+    return pl.run_scoped(issue, s)
 
 
 # --- The ping-pong barrier ------------------------------------------------------------------------
@@ -276,12 +251,6 @@ def score_accumulator(plan: ForwardPlan):
 # previous warpgroup in the round has arrived (256 threads of the two). Worth 5 to 11 % on H200
 # (head dim 128: 1.086 against 1.014 of cuDNN), 12 to 18 % where steps speculate. There is none with
 # one warpgroup, nor under the interpreter, which has no named barriers.
-
-
-def ping_pong_start(cta: ForwardCta):
-    """Starts the round: the last warpgroup lets the first one go."""
-    last = cta.wg == cta.plan.blocks.warpgroups - 1
-    pl.when(last)(functools.partial(ping_pong_arrive, cta))
 
 
 def ping_pong_wait(cta: ForwardCta):
@@ -345,7 +314,7 @@ def overlapped_epilogue(
     # Early: before the next tile has a shift. And ptxas moves nothing over the branch of a
     # softmax that looks for far rows, so that what stands behind it does not overlap with
     # the matmuls (1.9 % at T=1024).
-    finished, early = None, plan.keeps_shift
+    finished, early = None, smem.running_shift is not None
     if early:
         finished = finish_rows(cta, tile, rows)
         stage_rows(cta, finished[1])
@@ -406,12 +375,12 @@ def store_tile(
 
 def produce(cta: ForwardCta):
     """Runs the producer warpgroup: loads all tiles of this CTA."""
-    blocks, scheduler = cta.plan.blocks, cta.plan.scheduler
+    blocks = cta.plan.blocks
     plgpu.set_max_registers(blocks.producer_registers, action="decrease")
-    first = cta.q_tile(scheduler.first(cta))
+    first = cta.q_tile(cta.first_tile())
     load_q(cta, first, jnp.int32(0))
     load_k(cta, first, jnp.int32(0), jnp.int32(0))
-    used = scheduler.each(cta, functools.partial(load_tile, cta), jnp.int32(0))
+    used = cta.each_tile(functools.partial(load_tile, cta), jnp.int32(0))
     cta.k.drain(used)
     cta.v.drain(used)
     if blocks.persistent:
@@ -426,7 +395,9 @@ def load_tile(cta: ForwardCta, n, number, used):
     the next tile, (its number, whether it exists)).
     """
     tile, persistent = cta.q_tile(number), cta.plan.blocks.persistent
-    cta.plan.scheduler.claim_ahead(cta, n)
+    if cta.plan.claims_ahead:
+        # Its slot is free: Q of this tile is loaded, so consumers are done with the tile before.
+        cta.claim(n)
 
     @pl.loop(jnp.int32(1), tile.kv_blocks)
     def _(j):
@@ -434,7 +405,7 @@ def load_tile(cta: ForwardCta, n, number, used):
         load_v(cta, tile, j - 1, used + j - 1)
 
     last, after = tile.kv_blocks - 1, used + tile.kv_blocks
-    number, more = cta.plan.scheduler.claimed(cta, n)
+    number, more = cta.following(n, wait=False) if cta.plan.claims_ahead else cta.claim(n)
     following = cta.q_tile(number)
     if persistent:
         pl.when(more)(lambda: load_k(cta, following, jnp.int32(0), after))
@@ -448,7 +419,8 @@ def load_q(cta: ForwardCta, tile: QTile, n):
     """Loads the 64 Q rows of each warpgroup, as soon as it has read those of the tile before."""
     for wg in range(cta.plan.blocks.warpgroups):
         if cta.plan.blocks.persistent:
-            pl.when(n > 0)(lambda wg=wg: plgpu.barrier_wait(cta.smem.q_empty.at[wg]))
+            read = cta.smem.q_empty.at[wg]
+            pl.when(n > 0)(functools.partial(plgpu.barrier_wait, read))
         load_q_rows(cta, tile, wg)
 
 
@@ -515,22 +487,22 @@ def load_inline_first(cta: ForwardCta, number) -> ForwardCta:
 
 
 def load_inline(cta: ForwardCta, n, number, tile: QTile) -> tuple[ForwardCta, Any]:
-    """Returns the CTA as the steps of its n-th tile see it, and what the scheduler says is next.
+    """Returns the CTA as the steps of its n-th tile see it, and which tile is next.
 
     The latter is (number, whether it exists), or None where the kernel is not persistent. Slots
     that were released before this tile, for blocks that were not known then, are filled now;
     only tiles with fewer blocks than there are slots leave any.
     """
-    scheduler, following = cta.plan.scheduler, None
+    following = None
     ahead = Ahead(number, tile.used, tile.used + tile.kv_blocks)
     if cta.plan.blocks.persistent:
-        if scheduler.dynamic:
+        if cta.plan.claims:
 
             @pl.when(loads_inline(cta))
             def _():
-                scheduler.claim(cta, n)
+                cta.claim(n)
 
-        number, more = following = scheduler.following(cta, n)
+        number, more = following = cta.following(n)
         blocks = jnp.where(more, cta.q_tile(number).kv_blocks, 0)
         ahead = ahead._replace(following=number, limit=ahead.end + blocks)
 

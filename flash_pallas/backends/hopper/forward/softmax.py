@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ....core import dropout, scores, softmax
 from ....core.problem import Outputs
-from ....core.scores import TileInputs
+from ....core.scores import Logits
 from ...gpu import score_tile
 from ...gpu.launch import WARPGROUP_ROWS
 from ...gpu.ptx import inline, online_softmax, softcap
@@ -38,15 +37,15 @@ def first_softmax(cta: ForwardCta, tile: QTile, s, use, exists=None) -> ForwardR
     `exists` is False where there is no such tile and K's slot is not to be released.
     """
     plan = cta.plan
-    z = logits(cta, tile, s, jnp.int32(0), "last", use, exists)
+    tile, z = logits(cta, tile, s, jnp.int32(0), "last", use, exists)
     m = maxima = None
     if not is_bounded(plan.problem):
         compared = online_softmax.compared(
-            unseen(plan, z.x), z.x, z.log2_scale, plan.far, None, plan.interpret, cta.running_shift
+            unseen(cta, z.x), z.x, z.log2_scale, plan.far, None, plan.interpret, cta.running_shift
         )
         z, m, maxima = z._replace(x=compared.x), compared.m, compared.maxima
     p, sums = exponentials(plan, z, finite(plan, m, "last"))
-    return ForwardRows(dropped(cta, tile, z, p), maxima, sums)
+    return ForwardRows(dropped(cta, tile, p), maxima, sums)
 
 
 def speculative_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, use, o_acc):
@@ -82,14 +81,14 @@ def exact_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, us
         rows.maxima, z.x, z.log2_scale, plan.far, slack, plan.interpret, cta.running_shift
     )
     z, grew = z._replace(x=compared.x), compared.grew
-    m = finite(plan, compared.m, z.edges)
+    m = finite(plan, compared.m, tile.edges)
     alpha = jnp.exp2(compared.before - m)
     if in_one_pass(plan):
         o = cta.wait_pv(o_acc, use)
         p, sums = weights(cta, tile, z, m, plan.problem.dtype)
     else:
         p, sums = exponentials(plan, z, m)
-        p = dropped(cta, tile, z, p)
+        p = dropped(cta, tile, p)
         # Keeps the whole softmax above the wait; ptxas then moves the wait up into the row
         # maximum by itself. Anything that pins it lower measured 1 to 11 % slower on H200.
         p, sums, alpha = lax.optimization_barrier((p, sums, alpha))
@@ -110,15 +109,15 @@ def bounded_softmax(cta: ForwardCta, tile: QTile, z: Logits, rows: ForwardRows, 
     """Computes weights without row maxima, so that O and l stay as they are; see `is_bounded`."""
     plan = cta.plan
     early = None
-    if plan.blocks.weighs_first and cap(plan, z.edges) is not None:
+    if plan.blocks.weighs_first and cap(plan, tile.edges) is not None:
         # In float32 weights take the registers of the logits; in 16 bits they would need others, as
         # PV still reads those of the last weights.
-        early = lax.optimization_barrier(weights(cta, tile, z, None, jnp.float32))
+        early = lax.optimization_barrier(bounded_weights(cta, tile, z, jnp.float32))
     plgpu.wgmma_wait(0)
     cta.v.release(use - 1)
-    p, sums = weights(cta, tile, z, None, plan.problem.dtype) if early is None else early
+    p, sums = bounded_weights(cta, tile, z, plan.problem.dtype) if early is None else early
     p = plan.matmuls.split(p)
-    return ForwardRows(p, None, rows.l + sums, joined(plan, rows.only, p, z.edges))
+    return ForwardRows(p, None, rows.l + sums, joined(plan, rows.only, p, tile.edges))
 
 
 def in_one_pass(plan: ForwardPlan) -> bool:
@@ -133,18 +132,10 @@ def in_one_pass(plan: ForwardPlan) -> bool:
 # --- Logits ---------------------------------------------------------------------------------------
 
 
-class Logits(NamedTuple):
-    """A tile of logits, and what was needed to compute them."""
-
-    x: Any  # f32[64, block_kv], -inf where hidden; not capped yet where `cap` says so
-    log2_scale: float  # x * log2_scale are in base 2
-    inputs: TileInputs
-    kv_block: Any
-    edges: str  # as for ForwardCta.limits
-
-
-def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> Logits:
-    """Returns the logits of the j-th KV block, given its S, and releases K's slot.
+def logits(
+    cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None
+) -> tuple[QTile, Logits]:
+    """Computes the logits of the j-th KV block, given its S, and releases K's slot.
 
     The slot is released once its auxiliary inputs have been read, which travel with K.
 
@@ -156,20 +147,19 @@ def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> 
         edges: what may hide keys, as for ForwardCta.limits; segment ids only if it is not "none".
         use: ring position of the block.
         exists: whether the slot is to be released; None: it is.
+
+    Returns:
+        (the tile with what is of this step, the logits: -inf where hidden, and not capped yet where
+        `cap` says so).
     """
     plan = cta.plan
     release = functools.partial(cta.k.release, use)
     if exists is not None:
         release = functools.partial(pl.when(exists), release)
-    if not plan.aux.copies:
+    if not plan.aux.streams:
         release()
-    slot, rows, shape = (
-        cta.k.slot(use),
-        warpgroup_rows(cta.wg),
-        (WARPGROUP_ROWS, plan.blocks.block_kv),
-    )
-    ids = edges != "none"
-    inputs = plan.aux.inputs(tile.fragments, cta.smem.aux, slot, shape, rows, ids=ids)
+    slot, rows, ids = cta.k.slot(use), warpgroup_rows(cta.wg), edges != "none"
+    inputs = plan.aux.inputs(tile.fragments, cta.smem.aux, slot, s.shape, rows, ids=ids)
     kv_block = tile.kv_block(j)
     place, limits = cta.score_tile(tile, kv_block), cta.limits(tile, kv_block, edges)
     spec = plan.problem.spec
@@ -178,17 +168,17 @@ def logits(cta: ForwardCta, tile: QTile, s, j, edges: str, use, exists=None) -> 
     if cap(plan, edges) is not None:
         spec = dataclasses.replace(spec, softcap=None)
     shares = 1 in (plan.problem.bias_shape or ())[2:]
-    x, log2_scale, _ = score_tile.logits(spec, place, s, inputs, limits, relative=shares)
-    if plan.aux.copies:
+    z = score_tile.logits(spec, place, s, inputs, limits, relative=shares)
+    if plan.aux.streams:
         release()
-    return Logits(x, log2_scale, inputs, kv_block, edges)
+    return tile._replace(step_block=kv_block, inputs=inputs, edges=edges), z
 
 
 def cap(plan: ForwardPlan, edges: str) -> Cap | None:
-    """Returns the cap that `weights` applies to the logits of steps with these edges, or None.
+    """Returns the cap that `bounded_weights` applies, in steps with these edges, or None.
 
-    Without it logits come capped, if at all. `weights` caps only where nothing hides a key. A
-    bias or slopes make most logits large, and dropout has work of its own to overlap with the
+    Without it logits come capped, if at all. They are left uncapped only where nothing hides a key.
+    A bias or slopes make most logits large, and dropout has work of its own to overlap with the
     exponentials: neither was tried.
     """
     spec, added = plan.problem.spec, {"bias", "alibi_slopes"} & plan.problem.features
@@ -218,13 +208,13 @@ def finite(plan: ForwardPlan, m, edges: str):
     """
     mask, may_hide = plan.problem.spec.mask, edges != "none"
     if edges == "last":
-        may_hide = not mask.is_trivial or plan.dynamic
+        may_hide = not mask.is_trivial or plan.problem.is_dynamic
     if m is None or plan.blocks.speculates or not (may_be_empty(plan) or may_hide):
         return m  # that of the first tile is finite where a step speculates
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
-def unseen(plan: ForwardPlan, x) -> Maxima:
+def unseen(cta: ForwardCta, x) -> Maxima:
     """Returns the row maxima before the first KV block of a Q tile.
 
     Where a step speculates, rows that have seen no key are taken to see no logit below -2**127.
@@ -232,12 +222,12 @@ def unseen(plan: ForwardPlan, x) -> Maxima:
     of them, a speculating step looks twice at these rows.
     """
     zero = jnp.zeros_like(x.max(axis=1))
-    spec = plan.problem.spec
+    plan, spec = cta.plan, cta.plan.problem.spec
     added = "bias" in plan.problem.features or spec.score_modifiers - {"softcap"}
     if plan.blocks.speculates and plan.far and added:
         return Maxima(jnp.full_like(zero, math.nan), jnp.full_like(zero, -math.inf))
     lowest = online_softmax.LOWEST if plan.blocks.speculates else -math.inf
-    in_registers = plan.far and not plan.keeps_shift
+    in_registers = plan.far and cta.smem.running_shift is None
     return Maxima(jnp.full_like(zero, lowest), zero if in_registers else None)
 
 
@@ -251,59 +241,64 @@ def exponentials(plan: ForwardPlan, z: Logits, m):
     return p, inline.lane_sums(p, plan.interpret)
 
 
-def weights(cta: ForwardCta, tile: QTile, z: Logits, m, dtype):
-    """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m."""
-    plan, own_cap = cta.plan, cap(cta.plan, z.edges)
-    never_empty = z.edges == "none" and not may_be_empty(plan)
-    polynomials, bounded = plan.blocks.polynomials, m is None and never_empty
+def bounded_weights(cta: ForwardCta, tile: QTile, z: Logits, dtype):
+    """Returns `weights` that are relative to no row maxima, capped where `cap` says so."""
+    plan, own_cap = cta.plan, cap(cta.plan, tile.edges)
+    bounded = tile.edges == "none" and not may_be_empty(plan)
+    weigh = functools.partial(weights, cta, tile, z, None, dtype)
     if own_cap is None:
-        return weights_with(cta, tile, z, m, dtype, polynomials, bounded)
+        return weigh(bounded=bounded)
     # Without tangents exponentials have their unit to themselves: an eighth of them as
     # polynomials is 7 to 12 % slower (max_w8 of trial_softcap_fast.txt at 20374d8).
     small = own_cap._replace(small=True)
     is_large = softcap.is_large(z.x, own_cap, plan.interpret)
-    weigh = functools.partial(weights_with, cta, tile, z, m, dtype)
     return lax.cond(
-        is_large > 0, lambda: weigh(polynomials, bounded, own_cap), lambda: weigh(0.0, True, small)
+        is_large > 0,
+        lambda: weigh(bounded=bounded, cap=own_cap),
+        lambda: weigh(bounded=True, cap=small),
     )
 
 
-def weights_with(
+def weights(
     cta: ForwardCta,
     tile: QTile,
     z: Logits,
     m,
     dtype,
-    polynomials: float,
-    bounded: bool,
+    *,
+    bounded: bool = False,
     cap: Cap | None = None,
 ):
-    """Returns what `weights` does; the last three parameters are of online_softmax.weights."""
+    """Returns (p in dtype after dropout, row sums before it), relative to the row maxima m.
+
+    `bounded` and `cap` are as of online_softmax.weights.
+    """
     plan, x = cta.plan, z.x
     log2_scale = z.log2_scale if cap is None else cap.log2_scale
+    polynomials = 0.0 if cap is not None and cap.small else plan.blocks.polynomials
     m = jnp.zeros(WARPGROUP_ROWS, jnp.float32) if m is None else m
     m = per_row(m, x.shape)
     if plan.interpret:
         x = x if cap is None else cap.plain(x)
         p = online_softmax.plain(x * log2_scale - m, polynomials)
         sums = inline.lane_sums(p, interpret=True)
-        return dropped(cta, tile, z, p).astype(dtype), sums
+        return dropped(cta, tile, p).astype(dtype), sums
     drop, rate = None, plan.problem.spec.dropout_rate
     if rate:
-        place = cta.score_tile(tile, z.kv_block)
-        q_keys, kv_keys = place.per_q(z.inputs.q_keys), place.per_kv(z.inputs.kv_keys)
+        place = cta.score_tile(tile, tile.step_block)
+        q_keys, kv_keys = place.per_q(tile.inputs.q_keys), place.per_kv(tile.inputs.kv_keys)
         drop = Drop(q_keys, kv_keys, dropout.threshold(rate))
     return online_softmax.weights(
         x, m, log2_scale, drop, dtype, polynomials=polynomials, bounded=bounded, cap=cap
     )
 
 
-def dropped(cta: ForwardCta, tile: QTile, z: Logits, p):
+def dropped(cta: ForwardCta, tile: QTile, p):
     """Returns the weights with 0 for those that are dropped; the `gain` is left to the end."""
     spec = cta.plan.problem.spec
     if not spec.dropout_rate:
         return p
-    keep = scores.kept(spec, cta.score_tile(tile, z.kv_block), z.inputs)
+    keep = scores.kept(spec, cta.score_tile(tile, tile.step_block), tile.inputs)
     return jnp.where(keep, p, jnp.zeros_like(p))
 
 

@@ -20,9 +20,8 @@ from ..common.auxiliary_inputs import (
     modifiers,
     wants_narrow_tiles,
 )
-from ..common.pipeline import Ring, fits, row_buffer
+from ..common.pipeline import Matmuls, Ring, fits, row_buffer
 from ..common.tile_lists import largest
-from ..common.wgmma import Matmuls
 
 # --- Tile sizes of the forward kernel: which can be chosen, which are chosen, and why -------------
 
@@ -98,10 +97,6 @@ class ForwardBlocks:
     def tile_rows(self) -> int:
         """Number of query rows in a CTA's tile."""
         return self.warpgroups * WARPGROUP_ROWS
-
-    def o_in_q(self, head_dim: int, v_head_dim: int) -> bool:
-        """Returns whether O is staged in the shared memory of Q."""
-        return not self.persistent and head_dim == v_head_dim
 
     def smem_bytes(self, problem: Problem) -> int:
         """Returns the bytes of shared memory of a CTA, for a problem with native head dims."""
@@ -401,7 +396,9 @@ class ForwardSmem(NamedTuple):
     lse_log2: Any  # f32[warpgroups, 64]
     shift: Any  # f32[warpgroups, 64], or None
     max_logit: Any  # f32[warpgroups, 64], or None
-    running_shift: Any  # f32[warpgroups, 64], see online_softmax.Maxima; or None
+    # f32[warpgroups, 64], see online_softmax.Maxima; None unless the kernel speculates, and so
+    # seldom looks at the row maxima. In registers the shift costs 2 to 4 % at head dim 64.
+    running_shift: Any
     aux: Streamed | None  # auxiliary inputs, one slot for each of k's
     tile_numbers: Any  # int32[SLOTS, 1] of claimed tiles, or None
     tangents: Any  # TangentTiles of q, k, v and auxiliary inputs, in slots alike; or None
@@ -419,15 +416,6 @@ def claims_tiles(problem: Problem, blocks: ForwardBlocks) -> bool:
     return problem.is_dynamic and blocks.persistent
 
 
-def keeps_shift(problem: Problem, blocks: ForwardBlocks) -> bool:
-    """Returns whether the shift of rows lies in shared memory, accessed only where there is one.
-
-    A kernel that speculates seldom looks at the row maxima. In registers the shift costs 2 to 4 %
-    at head dim 64.
-    """
-    return bool(far_of(problem.spec, problem.dtype) and blocks.speculation(problem))
-
-
 def scratch(
     problem: Problem, blocks: ForwardBlocks, q: Any = None, v: Any = None, o: Any = None
 ) -> ForwardSmem:
@@ -437,26 +425,27 @@ def scratch(
         problem: a problem with native head dims.
         blocks: tile sizes.
         q: an operand in device memory; its number of columns decides the layout of tiles, as do
-            those of v and o. None where only sizes are wanted.
+            those of v and o. None where only sizes are wanted, as are they.
         v: an operand in device memory, or None.
         o: the result in device memory, or None.
     """
     wgs, stages, block_kv = blocks.warpgroups, blocks.stages, blocks.block_kv
     aux, bar = AuxiliaryInputs(problem, q_axis=0), plgpu.Barrier
     tiles, v_shape = Matmuls(problem.dtype).buffer, (stages, block_kv, problem.v_head_dim)
-    apart = not blocks.o_in_q(problem.head_dim, problem.v_head_dim)
-    present = lambda *arrays: tuple(x for x in arrays if x is not None)
-    in_q, of_v, of_o = present(q) if apart else present(q, o), present(v), present(o)
+    # O is staged in the shared memory of Q where no Q comes after it.
+    apart = blocks.persistent or problem.head_dim != problem.v_head_dim
+    in_q = (q,) if apart else (q, o)
     rows, claims = (wgs, WARPGROUP_ROWS), claims_tiles(problem, blocks)
+    far = far_of(problem.spec, problem.dtype)
     return ForwardSmem(
         q=tiles((*rows, problem.head_dim), *in_q),
         k=tiles((stages, block_kv, problem.head_dim), *in_q),  # must have the swizzle of Q
-        v=tiles(v_shape, *of_v, summed_rows=block_kv),
-        o=tiles((*rows, problem.v_head_dim), *of_o) if apart else None,
+        v=tiles(v_shape, v, summed_rows=block_kv),
+        o=tiles((*rows, problem.v_head_dim), o) if apart else None,
         lse_log2=row_buffer(rows),
-        shift=row_buffer(rows) if far_of(problem.spec, problem.dtype) else None,
+        shift=row_buffer(rows) if far else None,
         max_logit=row_buffer(rows) if problem.spec.max_logit else None,
-        running_shift=row_buffer(rows) if keeps_shift(problem, blocks) else None,
+        running_shift=row_buffer(rows) if far and blocks.speculation(problem) else None,
         aux=aux.buffers(stages, blocks.tile_rows, block_kv),
         tile_numbers=plgpu.SMEM((SLOTS, 1), jnp.int32) if claims else None,
         tangents=None,

@@ -32,7 +32,7 @@ from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline
 from ...gpu.ptx.cleared_rows import clear_from, clear_outside
 from ...gpu.ptx.some_rows import Some
-from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
+from ..common.pipeline import LENGTH_MULTIPLE
 from ..decode.combine import CombineKernel
 from ..decode.kernel import decode_packed, launched
 from ..decode.plan import DecodePlan, DecodeResults, Packed
@@ -43,11 +43,10 @@ from ..forward.cta import (
     ForwardGmem,
     ForwardPlan,
     QTile,
-    TileScheduler,
     with_state,
 )
 from ..forward.kernel import forward_teams
-from ..forward.tiles import SLOTS, ForwardBlocks, claims_tiles
+from ..forward.tiles import ForwardBlocks, claims_tiles
 from .tiles import (
     EMPTY,
     TileRow,
@@ -127,17 +126,9 @@ def chunks_after_steps(
         (Outputs as of `ragged_chunks`, with the rows of `into.o` or of the steps; None or with
         `joins` DecodeResults without o: f32[S, N, 1], anything for sequences that are no steps).
     """
-    forward, page_size = as_forward(problem), problem.steps.spec.page_size or 0
-    blocks, matmuls = blocks.possible(forward), Matmuls(forward.dtype, interpret)
-    scheduler = ChunkScheduler.of_chunks(problem, blocks, num_sms, interpret)
-    plan = RaggedPlan(
-        *(forward, blocks, scheduler, interpret),
-        page_size=page_size,
-        joins=joins,
-        starts=operands.kv_starts is not None,
-        windows=operands.window_left is not None,
-    )
-    q = matmuls.operand(operands.q[None], forward.head_dim)
+    plan = RaggedPlan.of_chunks(problem, blocks, operands, num_sms, interpret, joins)
+    forward, blocks = plan.problem, plan.blocks
+    q = plan.matmuls.operand(operands.q[None], forward.head_dim)
     of_all = lambda x: None if x is None else pad_axis(x, 0, len(x) + EMPTY)
     aux_operands = Operands(
         *(q, None, None),
@@ -166,8 +157,8 @@ def chunks_after_steps(
     call = functools.partial(
         launch,
         out=(out, rows),
-        scratch=(scratch(forward, blocks, page_size, q, operands.v, o),),
-        grid={"cta": scheduler.num_ctas},
+        scratch=(scratch(forward, blocks, plan.page_size, q, operands.v, o),),
+        grid={"cta": plan.num_ctas},
         threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_ragged",
         interpret=interpret,
@@ -175,7 +166,7 @@ def chunks_after_steps(
     run = lambda state: call(functools.partial(ragged_cta, plan, state))(gmem)
     state = Into(
         None if into.o is None else into.o.reshape(o.shape),
-        into.counter if scheduler.dynamic else None,
+        into.counter if plan.claims else None,
     )
     state, (outputs, rows) = with_state(run, state, (out, rows))
     all_o = outputs.o if state.o is None else state.o
@@ -253,7 +244,8 @@ def ragged_cta(plan: RaggedPlan, state: Into, gmem: ForwardGmem, out: Outputs, r
     if plan.joins is not None:
         join_steps(plan, plan.joins, gmem.ragged.steps, rows._replace(o=out.o.at[0]))
     exists = lax.axis_index("cta") < gmem.ragged.tiles[0, 0]
-    pl.when(exists)(lambda: forward_teams(plan, counter, gmem, out, smem))
+    team = functools.partial(forward_teams, cta_type=RaggedCta)
+    pl.when(exists)(lambda: team(plan, counter, gmem, out, smem))
 
 
 def join_steps(plan: RaggedPlan, kernel: CombineKernel, steps: StepShares, out: DecodeResults):
@@ -265,55 +257,7 @@ def join_steps(plan: RaggedPlan, kernel: CombineKernel, steps: StepShares, out: 
     def _():
         first = lax.axis_index("cta") * warpgroups + wg
         join = functools.partial(kernel.join_packed, *steps, out)
-        pl.loop(first, rows, step=jnp.int32(plan.scheduler.num_ctas * warpgroups))(join)
-
-
-class ChunkScheduler(TileScheduler):
-    """Scheduler of the tiles of `chunk_tiles`, at most `num_tiles`; see `RaggedCta.q_tile`.
-
-    A tile is claimed while the one before is loaded: of prompts of 1k some have two KV blocks, in
-    which the counter, then the table, then the page table do not answer.
-    """
-
-    @classmethod
-    def of_chunks(
-        cls, problem: RaggedProblem, blocks: ForwardBlocks, num_sms: int, interpret: bool
-    ) -> ChunkScheduler:
-        """Returns the scheduler of all tiles that there may be; see `ragged_chunks`."""
-        tiles, heads = most_tiles(problem, blocks.tile_rows), problem.steps.q_heads
-        return cls(
-            batch=1,
-            heads=heads,
-            q_tiles=tiles,
-            swizzle_heads=1,
-            longest_first=False,
-            num_ctas=min(num_sms, tiles * heads) if blocks.persistent else tiles * heads,
-            uses_table=False,
-            dynamic=claims_tiles(as_forward(problem), blocks),
-            interpret=interpret,
-        )
-
-    def exists(self, cta, number):
-        """Returns whether there is a tile with this number; one past the last can be claimed."""
-        return number < cta.gmem.ragged.tiles[0, 0]
-
-    def claim_ahead(self, cta, n):
-        """Claims the tile after the n-th.
-
-        Its slot is free: the producer has loaded Q of the n-th tile, so consumers are done with the
-        tile whose number lay there.
-        """
-        if self.dynamic:
-            self.claim(cta, n)
-
-    def claimed(self, cta, n):
-        """Returns (number of the tile after the n-th, whether it exists)."""
-        if not self.dynamic:
-            return self.claim(cta, n)
-        number = cta.smem.tile_numbers[lax.rem(n + 1, jnp.int32(SLOTS)), 0]
-        if not self.interpret:
-            number = number + jnp.int32(self.num_ctas)
-        return number, self.exists(cta, number)
+        pl.loop(first, rows, step=jnp.int32(plan.num_ctas * warpgroups))(join)
 
 
 # --- The plan of a launch, and the refs of a CTA --------------------------------------------------
@@ -355,10 +299,34 @@ class RaggedPlan(ForwardPlan):
     windows: bool = False
     joins: CombineKernel | None = None
 
-    @property
-    def cta_type(self) -> type[ForwardCta]:
-        """The class of this plan's CTAs."""
-        return RaggedCta
+    @classmethod
+    def of_chunks(
+        cls,
+        problem: RaggedProblem,
+        blocks: ForwardBlocks,
+        operands: RaggedOperands,
+        num_sms: int,
+        interpret: bool,
+        joins: CombineKernel | None,
+    ) -> RaggedPlan:
+        """Plans a launch over the tiles of `chunk_tiles`, at most `num_tiles`.
+
+        A tile is claimed while the one before is loaded: of prompts of 1k some have two KV blocks,
+        in which the counter, then the table, then the page table do not answer.
+        """
+        forward = as_forward(problem)
+        blocks = blocks.possible(forward)
+        tiles = most_tiles(problem, blocks.tile_rows) * forward.q_heads
+        plan = cls.of(
+            *(forward, blocks, interpret),
+            claims_ahead=claims_tiles(forward, blocks),
+            page_size=problem.steps.spec.page_size or 0,
+            starts=operands.kv_starts is not None,
+            windows=operands.window_left is not None,
+            joins=joins,
+        )
+        num_ctas = min(num_sms, tiles) if blocks.persistent else tiles
+        return dataclasses.replace(plan, num_tiles=tiles, num_ctas=num_ctas)
 
     def masked_edges(self) -> tuple[bool, bool]:
         """Returns whether some warpgroup may mask KV blocks (left, right); arrays decide which."""
@@ -383,12 +351,16 @@ class RaggedCta(ForwardCta):
 
     # --- tiles ------------------------------------------------------------------------------------
 
+    def exists(self, number):
+        """Returns whether there is a tile with this number; one past the last can be claimed."""
+        return number < self.gmem.ragged.tiles[0, 0]
+
     def q_tile(self, number) -> QTile:
         """Returns the Q tile with this number; for a number past the last one, any."""
         table = self.gmem.ragged.tiles
         # Otherwise addresses that are needed again after the loop over keys would be held over it.
         number = lax.optimization_barrier(number)
-        entry = lax.min(number, jnp.int32(self.plan.scheduler.num_tiles - 1)) + 1
+        entry = lax.min(number, jnp.int32(self.plan.num_tiles - 1)) + 1
         rows = TileRow(*(table[entry, i] for i in range(len(TileRow._fields))))
         kv_range = self.kv_blocks(rows, rows.position, self.plan.blocks.tile_rows)
         start = kv_range.start if self.plan.masked_edges()[0] else 0

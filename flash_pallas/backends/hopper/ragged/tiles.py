@@ -22,8 +22,7 @@ from ....core import ragged
 from ....core.decode import UNBOUNDED, DecodeProblem
 from ....core.problem import Problem
 from ....core.ragged import RaggedOperands, RaggedProblem
-from ..common.pipeline import fits
-from ..common.wgmma import LENGTH_MULTIPLE
+from ..common.pipeline import LENGTH_MULTIPLE, fits
 from ..forward.cta import SWIZZLE_BYTES
 from ..forward.tiles import NATIVE_HEAD_DIMS, ForwardBlocks, choose_forward, without_producer
 from ..forward.tiles import scratch as forward_scratch

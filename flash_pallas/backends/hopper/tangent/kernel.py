@@ -34,8 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core import block_lists, bounds, dropout, scores
-from ....core.block_lists import BlockLists
+from ....core import dropout, padding, scores
 from ....core.padding import pad_axis
 from ....core.problem import Operands, Outputs, Problem, Tangents
 from ....core.scores import TileInputs
@@ -46,14 +45,51 @@ from ...gpu.launch import WARPGROUP_ROWS, float32, launch
 from ...gpu.ptx import inline, online_softmax
 from ...gpu.ptx.online_softmax import Maxima
 from ..common.auxiliary_inputs import Place
-from ..common.pipeline import rows_of, warpgroup_rows
-from ..forward.cta import ForwardCta, ForwardGmem, ForwardRows, QTile, TangentTiles, TileScheduler
+from ..common.pipeline import Matmuls, rows_of, warpgroup_rows
+from ..forward.cta import ForwardCta, ForwardGmem, ForwardRows, QTile, TangentTiles
 from ..forward.kernel import drain_inline, load_inline_first, produce
 from ..forward.softmax import finish, finite, per_row, unseen
-from ..forward.tiles import ForwardBlocks, ForwardSmem
-from .tiles import RowsGmem, TangentPlan, tangent_scratch, whole_rows
+from ..forward.tiles import ForwardBlocks, ForwardSmem, native_problem
+from .tiles import RowsGmem, TangentPlan, choose_tangent, tangent_aux, tangent_scratch
 
 # --- The launch -----------------------------------------------------------------------------------
+
+
+def push(
+    problem: Problem,
+    operands: Operands,
+    operand_tangents: Operands,
+    outputs: Outputs | None,
+    producer: bool,
+    interpret: bool,
+) -> Tangents:
+    """Computes the tangents of O and of the log-sum-exp, as `Jvp.run` does.
+
+    Args:
+        problem: the problem of the operands.
+        operands: operands of the call.
+        operand_tangents: tangents of q, k, v and others; None where an operand has none.
+        outputs: results of a forward of this call; None: they are computed too.
+        producer: a warpgroup of its own loads.
+        interpret: run under the interpreter.
+    """
+    moves, primal = moves_of(operand_tangents), outputs is None
+    blocks = choose_tangent(problem, moves, primal=primal, producer=producer)
+    assert blocks is not None
+    native = native_problem(problem)
+    matmuls = Matmuls(problem.dtype, interpret)
+    widths = {"q": (native.head_dim,), "k": (native.head_dim,)}
+    widths |= {"v": (native.v_head_dim, blocks.block_kv)}
+    # A weight of 0 times the tangent of a score of padding is 0 only if that is finite.
+    laid_out = lambda x: x._replace(
+        **{name: matmuls.operand(getattr(x, name), *sizes) for name, sizes in widths.items()}
+    )
+    cleared, moved = (laid_out(padding.cleared(operands, x)) for x in (operands, operand_tangents))
+    results = tangents(native, blocks, cleared, moved, outputs, interpret)
+    queries = slice(problem.q_len)
+    cut = lambda x: None if x is None else matmuls.joined(x)[:, queries, :, : problem.v_head_dim]
+    rows = jax.tree.map(lambda x: x[:, :, queries], results._replace(o=None, do=None))
+    return Tangents(*rows._replace(o=cut(results.o), do=cut(results.do)))
 
 
 def tangents(
@@ -69,7 +105,7 @@ def tangents(
     Args:
         problem: a problem with native head dims.
         blocks: tile sizes.
-        operands: operands of the call without padding; q, k and v as operands of common/wgmma.py.
+        operands: operands of the call without padding; q, k and v as operands of Matmuls.
         operand_tangents: likewise, all of q, k and v among them.
         outputs: o, lse_log2 and shift, if a forward has computed them; None: they are computed too.
         interpret: run by the interpreter.
@@ -77,17 +113,14 @@ def tangents(
     Returns:
         Tangents: with rows of whole tiles.
     """
-    rows = blocks.tile_rows
-    scheduler = TileScheduler.of(problem, rows, None, False, interpret)
-    lists = None
-    if problem.is_listed:
-        lists = block_lists.of_queries(problem, operands, (rows, blocks.block_kv))
-        lists = scheduler.ordered(lists)
     moves, primal = moves_of(operand_tangents), outputs is None
-    plan = TangentPlan(problem, blocks, scheduler, interpret, moves=moves, primal=primal)
-    gmem = _gmem(plan, operands, operand_tangents, lists)
+    moving = tangent_aux(problem, moves)
+    plan = TangentPlan.of(problem, blocks, interpret, tangent_aux=moving, primal=primal)
+    aux = moving.arrays(only(operand_tangents, moves))
+    tiles = TangentTiles(operand_tangents.q, operand_tangents.k, operand_tangents.v, aux)
+    gmem = plan.arrays(operands)._replace(tangents=tiles)
     before = None if outputs is None else _rows_gmem(plan, outputs)
-    per_row = float32((problem.batch, problem.q_heads, whole_rows(problem, blocks)))
+    per_row = float32((problem.batch, problem.q_heads, plan.q_tiles * blocks.tile_rows))
     o = jax.ShapeDtypeStruct((*operands.q.shape[:3], operands.v.shape[3]), operands.v.dtype)
     shift = per_row if plan.far else None
     of_primal = (o, per_row, shift) if primal else (None, None, None)
@@ -96,7 +129,7 @@ def tangents(
         functools.partial(run_cta, plan),
         out=(results,),
         scratch=(tangent_scratch(problem, blocks, moves, gmem.q, gmem.v, o),),
-        grid={"cta": scheduler.num_ctas},
+        grid={"cta": plan.num_ctas},
         threads=blocks.warpgroups + blocks.producer,
         name="flash_pallas_jvp" if primal else "flash_pallas_tangents",
         interpret=interpret,
@@ -104,33 +137,8 @@ def tangents(
     return run(gmem, before)[0]
 
 
-def _gmem(
-    plan: TangentPlan, operands: Operands, operand_tangents: Operands, lists: BlockLists | None
-) -> ForwardGmem:
-    problem, (rows, block_kv) = plan.problem, (plan.blocks.tile_rows, plan.blocks.block_kv)
-    by_arrays, offset = lists is None and plan.dynamic, problem.spec.q_offset
-    hides = lists is None and problem.hides_by_arrays
-    table = plan.scheduler.table(lambda block: plan.kv_tile_range(block * rows + offset)[1])
-    moving = plan.tangent_aux
-    return ForwardGmem(
-        *(operands.q, operands.k, operands.v),
-        table=jnp.asarray(table),
-        q_offset=operands.q_offset,
-        kv_bounds=bounds.kv_bounds(problem, operands, rows, block_kv) if by_arrays else None,
-        kv_whole=bounds.kv_whole(operands, WARPGROUP_ROWS, block_kv) if hides else None,
-        lists=lists,
-        aux=plan.aux.arrays(operands),
-        tangents=TangentTiles(
-            operand_tangents.q,
-            operand_tangents.k,
-            operand_tangents.v,
-            moving.arrays(only(operand_tangents, plan.moves)),
-        ),
-    )
-
-
 def _rows_gmem(plan: TangentPlan, outputs: Outputs) -> RowsGmem:
-    rows = whole_rows(plan.problem, plan.blocks)
+    rows = plan.q_tiles * plan.blocks.tile_rows
     shift = outputs.shift if plan.far else None
     return RowsGmem(
         pad_axis(pad_axis(outputs.o, 1, rows), 3, plan.problem.v_head_dim),
@@ -215,7 +223,7 @@ def consume(cta: TangentCta):
     plan = cta.plan
     if plan.blocks.producer:
         plgpu.set_max_registers(plan.blocks.compute_registers, action="increase")
-    number = plan.scheduler.first(cta)
+    number = cta.first_tile()
     step_cta: Any = cta
     tile = cta.q_tile(number)._replace(used=jnp.int32(0))
     if not plan.blocks.producer:
@@ -265,7 +273,8 @@ def step(cta: TangentCta, fixed: Fixed, j, rows: Any, *, edges: str) -> Rows:
         fixed = fixed._replace(tile=tile._replace(step_block=tile.kv_block(j)))
     cta.k.wait_full(use)
     run = functools.partial(score_tangents, cta, fixed, (j, use, edges), rows)
-    p, g, rows = pl.run_scoped(run, *(score_accumulator(cta),) * 2)
+    scores_acc = plgpu.ACC((WARPGROUP_ROWS, cta.plan.blocks.block_kv), jnp.float32)
+    p, g, rows = pl.run_scoped(run, scores_acc, scores_acc)
     slot = hidden(cta, cta.v.slot(use))
     cta.v.wait_full(use)
     v, dv = cta.smem.v.at[slot], cta.smem.tangents.v.at[slot]
@@ -287,11 +296,6 @@ def hidden(cta: TangentCta, index):
     problem = cta.plan.problem
     wide = problem.head_dim + problem.v_head_dim > 256 or problem.dtype == jnp.float32
     return lax.optimization_barrier(jnp.int32(index)) if wide else index
-
-
-def score_accumulator(cta: TangentCta):
-    """Returns the accumulator of a tile of scores, or of their tangents."""
-    return plgpu.ACC((WARPGROUP_ROWS, cta.plan.blocks.block_kv), jnp.float32)
 
 
 def score_tangents(cta: TangentCta, fixed: Fixed, block, rows: Rows | None, s_acc, ds_acc):
@@ -369,7 +373,7 @@ def weights(cta: TangentCta, z: scores.Logits, rows: Any, edges: str):
     """
     plan, first = cta.plan, rows is None
     slack = None if first else plan.blocks.lazy_rescale or None
-    old = unseen(plan, z.x) if first else rows.maxima
+    old = unseen(cta, z.x) if first else rows.maxima
     compared = online_softmax.compared(old, z.x, z.log2_scale, plan.far, slack, plan.interpret)
     m = finite(plan, compared.m, edges)
     x = compared.x * z.log2_scale

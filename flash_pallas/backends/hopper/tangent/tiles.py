@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ....core.problem import Problem
+from ....core.problem import EXTRA_GRADS, Problem
 from ...gpu import auxiliary_arrays
 from ..common.auxiliary_inputs import AuxiliaryInputs, many, modifiers, wants_narrow_tiles
 from ..common.pipeline import fits
 from ..forward.cta import ForwardPlan, TangentTiles
-from ..forward.tiles import ForwardBlocks, ForwardSmem, is_plain, scratch
+from ..forward.tiles import ForwardBlocks, ForwardSmem, is_plain, native_problem, scratch
 
 # --- Tile sizes -----------------------------------------------------------------------------------
 
@@ -46,11 +45,12 @@ def choose_tangent(
     """Returns the first of TILES that suits a problem; None where there is none.
 
     Args:
-        problem: a problem with native head dims.
-        moves: names of the operands besides q, k and v that have tangents.
+        problem: the problem of the call.
+        moves: names of the operands that have tangents.
         primal: O and the log-sum-exp are computed too.
         producer: a warpgroup of its own loads.
     """
+    problem, moves = native_problem(problem), moves & set(EXTRA_GRADS)
     plain = is_plain(problem) and "sinks" not in problem.features and not moves
     # Other calls have 12 to 124 bytes of spills in one kernel, and none in two.
     in_one_kernel = plain and producer and problem.dtype == jnp.bfloat16
@@ -96,20 +96,13 @@ class RowsGmem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TangentPlan(ForwardPlan):
-    """The plan of a launch: that of the forward, and what has tangents.
+    """The plan of a launch: that of the forward, with the inputs that have tangents.
 
     Attributes:
-        moves: names of the operands besides q, k and v that have tangents.
         primal: O and the log-sum-exp are computed too.
     """
 
-    moves: frozenset[str] = frozenset()
     primal: bool = True
-
-    @functools.cached_property
-    def tangent_aux(self) -> AuxiliaryInputs:
-        """The auxiliary inputs that have tangents."""
-        return tangent_aux(self.problem, self.moves)
 
 
 def tangent_aux(problem: Problem, moves: frozenset[str]) -> AuxiliaryInputs:
@@ -139,8 +132,3 @@ def tangent_scratch(
         v_ring=smem.v_ring.filled_by(2),
         v_arrived=None,
     )
-
-
-def whole_rows(problem: Problem, blocks: ForwardBlocks) -> int:
-    """Returns the number of rows of whole Q tiles."""
-    return -(-problem.q_len // blocks.tile_rows) * blocks.tile_rows

@@ -35,8 +35,7 @@ from ...gpu.ptx import inline
 from ...gpu.score_tile import RegisterTile
 from ..backward.operands import BackwardArrays, own_place
 from ..common.auxiliary_inputs import AuxiliaryInputs, Place
-from ..common.pipeline import hidden
-from ..common.wgmma import Matmuls
+from ..common.pipeline import Matmuls, hidden
 from .column_tiles import column_tiles, masks
 from .tiles import (
     COLUMNS,
@@ -338,7 +337,7 @@ class WideKernel:
 
     def store_weights(self, cta: WideCta, weights):
         """Hands a warpgroup's weights, an operand, to both."""
-        self.matmuls.store_parts(cta.smem.weights.at[cta.wg], weights)
+        self.matmuls.store(cta.smem.weights.at[cta.wg], weights)
         plgpu.barrier_arrive(cta.bars.weights_full)
 
     def replace_weights(self, cta: WideCta, weights):

@@ -59,8 +59,7 @@ from ...gpu.ptx.cleared_rows import clear_from
 from ...gpu.ptx.online_softmax import Maxima, far_of
 from ...gpu.ptx.pack_gqa import PackedGqa
 from ...gpu.score_tile import RegisterTile
-from ..common.pipeline import fits, hidden, row_buffer, tile_buffer
-from ..common.wgmma import LENGTH_MULTIPLE, Matmuls
+from ..common.pipeline import LENGTH_MULTIPLE, Matmuls, fits, hidden, row_buffer, tile_buffer
 from ..decode import combine
 from ..decode.plan import DecodePlan, DecodeResults
 from ..decode.tiles import MIN_KEYS_PER_SPLIT, NEARLY_BEST, DecodeBlocks
@@ -497,7 +496,7 @@ class LatentKernel:
     def hand_over(self, cta: LatentCta, handed: Handed, rows: Rows):
         """Hands what a tile does to the sums to the other warpgroup, with the new maxima."""
         maxima = rows.maxima
-        self.matmuls.store_parts(cta.smem.weights.at[cta.wg], handed.p)
+        self.matmuls.store(cta.smem.weights.at[cta.wg], handed.p)
         for i, x in ((ALPHA, handed.alpha), (M, maxima.m), (SHIFT, maxima.shift)):
             if x is not None:
                 cta.smem.rows[cta.wg, i] = plgpu.layout_cast(x, inline.ROWS)

@@ -12,8 +12,7 @@ from ....core.softmax import EMPTY_ROW
 from ...gpu.launch import score_grads
 from ..backward.dbias.kernel import score_sums
 from ..backward.operands import ROW_MULTIPLE, BackwardArrays
-from ..common.pipeline import fits
-from ..common.wgmma import LENGTH_MULTIPLE
+from ..common.pipeline import LENGTH_MULTIPLE, fits
 from .backward import key_value_gradients, query_gradient
 from .forward import forward as run_forward
 from .tiles import (

@@ -36,8 +36,7 @@ from ....gpu.ptx import inline
 from ....gpu.score_tile import RegisterTile, row_shift
 from ...common import pipeline
 from ...common.auxiliary_inputs import Place
-from ...common.pipeline import Ring, rows_of, warpgroup_rows
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls, Ring, rows_of, warpgroup_rows
 from ..operands import BackwardArrays, KvTileRange, QTileRange
 from .tiles import LOADED, DbiasBarriers, DbiasSmem, ScoreBlocks, Sums, scratch
 

@@ -12,8 +12,7 @@ from .....core.problem import Problem
 from ....gpu.bias_tiles import BiasTiles, parts_of
 from ....gpu.launch import WARPGROUP_ROWS
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed, wants_narrow_tiles
-from ...common.pipeline import Ring, fits, row_buffer, tile_buffer
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls, Ring, fits, row_buffer, tile_buffer
 from ..operands import BackwardArrays
 
 ENOUGH_CTAS = 2 * 132  # with fewer, a sum over batch entries and heads is cut into parts
@@ -138,7 +137,7 @@ LOADED = ("q", "do", "k", "v", "lse", "delta")  # in every step
 
 
 class DbiasSmem(NamedTuple):
-    """Shared memory of one CTA; q, do, k and v are operands of common/wgmma.py."""
+    """Shared memory of one CTA; q, do, k and v are operands of Matmuls."""
 
     q: Any  # [stages, block_q, D]
     do: Any  # [stages, block_q, Dv]

@@ -12,8 +12,7 @@ from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
-from ...common.pipeline import Ring, fits, row_buffer, tile_buffer
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls, Ring, fits, row_buffer, tile_buffer
 from ..operands import BackwardArrays
 
 

@@ -13,8 +13,7 @@ from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
-from ...common.pipeline import Ring, fits, row_buffer, tile_buffer
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls, Ring, fits, row_buffer, tile_buffer
 from .. import dq_sums
 from ..fused.tiles import FUSED_HEAD_DIMS
 from ..operands import BackwardArrays

@@ -38,8 +38,7 @@ from ....gpu.launch import WARPGROUP_ROWS, launch
 from ....gpu.ptx import inline
 from ....gpu.score_tile import RegisterTile, Weights, row_shift
 from ...common.auxiliary_inputs import AuxiliaryInputs, Place
-from ...common.pipeline import Ring, rows_of
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls, Ring, rows_of
 from ..operands import (
     BackwardArrays,
     QTileList,
@@ -160,7 +159,7 @@ class DkvKernel:
         matmuls = functools.partial(self.weights, cta, fragments, (n, block), masked, far)
         p, handed = pl.run_scoped(matmuls, self.score_accumulator)
         cta.p.wait_empty(n)
-        self.matmuls.store_parts(cta.smem.p.at[cta.p.slot(n)], handed)
+        self.matmuls.store(cta.smem.p.at[cta.p.slot(n)], handed)
         plgpu.barrier_arrive(cta.p.full.at[cta.p.slot(n)])
         cta.do.wait_full(n)
         # Ends during the next tile.

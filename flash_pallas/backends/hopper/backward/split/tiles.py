@@ -12,8 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS, shared_memory
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed, wants_narrow_tiles
-from ...common.pipeline import Ring, fits, row_buffer
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls, Ring, fits, row_buffer
 from ..operands import BackwardArrays
 
 HEAD_DIMS = (16, 32, 64, 96, 128, 192, 256)  # that these kernels run, of Q and K and of V each
@@ -161,7 +160,7 @@ def choose_dq(problem: Problem) -> DqBlocks:
 
 
 class DkvSmem(NamedTuple):
-    """Shared memory of one CTA; tiles have the operand form of common/wgmma.py."""
+    """Shared memory of one CTA; tiles have the operand form of Matmuls."""
 
     q: Any  # [stages, block_q, D]
     do: Any  # [do_stages, block_q, Dv]
@@ -229,7 +228,7 @@ def dkv_scratch(
 
 
 class DqSmem(NamedTuple):
-    """Shared memory of one CTA; tiles have the operand form of common/wgmma.py."""
+    """Shared memory of one CTA; tiles have the operand form of Matmuls."""
 
     q: Any  # [block_q, D]
     do: Any  # [block_q, Dv]

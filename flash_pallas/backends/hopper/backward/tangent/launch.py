@@ -6,7 +6,7 @@ from typing import Any
 
 from .....core import padding
 from .....core.problem import Cotangents, Grads, Operands, Problem
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls
 from ..launch import native_backward_problem
 from ..operands import BackwardArrays
 from .kernel import FIRST, SECOND, PushArrays, push_launch

@@ -11,8 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .....core.problem import Problem
 from ....gpu.launch import WARPGROUP_ROWS
 from ...common.auxiliary_inputs import AuxiliaryInputs, Streamed
-from ...common.pipeline import Ring, fits, row_buffer
-from ...common.wgmma import Matmuls
+from ...common.pipeline import Matmuls, Ring, fits, row_buffer
 from ..operands import BackwardArrays
 
 
