@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from functools import lru_cache
 from typing import Any, Protocol, cast
@@ -40,28 +39,13 @@ AnyProblem = Problem | DecodeProblem | RaggedProblem
 _log = logging.getLogger("flash_pallas")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Backend and tiles of a call: `explain` reads them, and the call runs by them.
-
-    Attributes:
-        problem: the shapes.
-        backend: the backend that runs it.
-        blocks: the tile sizes of attention. Those of decoding follow from the shapes of each shard.
-    """
-
-    problem: AnyProblem
-    backend: Backend
-    blocks: Any = None
-
-
 class Listener(Protocol):
-    """Something that makes the plans of all calls that are traced in its presence."""
+    """Something that plans all calls that are traced in its presence."""
 
     def plan(
         self, problem: AnyProblem, name: str, override: dict[str, Any] | None, platform: str | None
-    ) -> Plan:
-        """Returns the plan of a call, whose arguments are those of `plan`."""
+    ) -> tuple[Backend, Any]:
+        """Returns what `plan` does of a call with these arguments."""
         ...
 
 
@@ -71,12 +55,16 @@ _listener = jax.make_user_context(None)
 
 
 def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
-    """Has this listener make the plans of the calls that are traced within."""
+    """Has this listener plan the calls that are traced within."""
     return _listener(listener)
 
 
-def plan(problem: AnyProblem, name: str, arrays, override: dict[str, Any] | None = None) -> Plan:
-    """Returns what runs a call, or raises why nothing does.
+def plan(
+    problem: AnyProblem, name: str, arrays, override: dict[str, Any] | None = None
+) -> tuple[Backend, Any]:
+    """Returns (backend, tile sizes) that run a call, or raises why nothing does.
+
+    There are tile sizes of attention alone: those of decoding follow from the shapes of each shard.
 
     Args:
         problem: the shapes.
@@ -105,10 +93,11 @@ def plan_nothing(problem: AnyProblem, name: str) -> None:
         _listener.value.plan(problem, name, None, None)
 
 
-def planned(problem: AnyProblem, chosen: Backend, override: dict[str, Any] | None = None) -> Plan:
-    """Returns the plan of a call on this backend."""
-    blocks = tiles(chosen, problem, override) if isinstance(problem, Problem) else None
-    return Plan(problem, chosen, blocks)
+def planned(
+    problem: AnyProblem, chosen: Backend, override: dict[str, Any] | None = None
+) -> tuple[Backend, Any]:
+    """Returns what `plan` does of a call on this backend."""
+    return chosen, tiles(chosen, problem, override) if isinstance(problem, Problem) else None
 
 
 def select(problem: AnyProblem, name: str, platform: str | None = None) -> Backend:
