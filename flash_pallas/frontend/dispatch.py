@@ -135,11 +135,8 @@ def choose(problem: AnyProblem, name: str, platform: str | None, *, says: bool) 
     check_name(name)
     there = targeted()
     backends, platform = backends_of(there), platform if there is None else None
-    return _loaded(_chosen(problem, name, backends, platform, says=says))
-
-
-def _loaded(backend: Backend) -> Backend:
-    return backend.loaded if isinstance(backend, UnloadedBackend) else backend
+    chosen = _chosen(problem, name, backends, platform, says=says)
+    return chosen.loaded if isinstance(chosen, UnloadedBackend) else chosen
 
 
 def _chosen(
@@ -243,29 +240,22 @@ def tiles(backend: Backend, problem: Problem, override: dict[str, Any] | None = 
     Raises:
         ValueError: tile sizes of the caller's that the backend cannot take.
     """
-    kind = _kind()
+    own, tuned = _tiles(backend, problem, targeted())
     if override is None:
-        return _tiles(backend, problem, kind)[0]
-    _, tuned = _tiles(backend, problem, kind)
+        return own
     return backend.attention.plan(problem, {**(tuned.blocks if tuned else {}), **override})
 
 
 def tuned_for(backend: Backend, problem: Problem) -> Tuned | None:
     """Returns the table entry that `tiles` takes into account."""
-    return _tiles(backend, problem, _kind())[1]
-
-
-def _kind() -> str | None:
-    """Returns the kind of the device of the `target` around, None if there is none."""
-    there = targeted()
-    return None if there is None else there.kind
+    return _tiles(backend, problem, targeted())[1]
 
 
 # An eager call would otherwise spend 0.1 ms on the same choice every time.
 @lru_cache(maxsize=1024)
-def _tiles(backend: Backend, problem: Problem, kind: str | None) -> tuple[Any, Tuned | None]:
+def _tiles(backend: Backend, problem: Problem, there: Device | None) -> tuple[Any, Tuned | None]:
     """Returns the tile sizes without the caller's, and the table entry that they come from."""
-    tuned = tables.lookup(backend.name, problem, kind)
+    tuned = tables.lookup(backend.name, problem, None if there is None else there.kind)
     if tuned is not None:
         try:
             return backend.attention.plan(problem, tuned.blocks), tuned
@@ -326,7 +316,7 @@ def refusal(backend: Backend, problem: AnyProblem, platform: str | None = None) 
         return (
             f"the arrays are on the {platform}, and its kernels would be compiled for the {default}"
         )
-    operation = _operation(backend, problem)
+    operation: Any = getattr(backend, problem.operation)
     if reason := operation.refusal(problem):
         return reason
     if backend.name == CudnnBackend.name and targeted() is not None:
@@ -335,15 +325,10 @@ def refusal(backend: Backend, problem: AnyProblem, platform: str | None = None) 
     return None
 
 
-def _operation(backend: Backend, problem: AnyProblem) -> Any:
-    """Returns the operation of a backend that computes `problem`."""
-    return getattr(backend, problem.operation)
-
-
 def passed_over(backend: Backend, problem: AnyProblem, platform: str | None = None) -> str | None:
     """Returns why "auto" does not take a backend, or None."""
     reason = refusal(backend, problem, platform)
-    return reason or _operation(backend, problem).not_automatic(problem)
+    return reason or getattr(backend, problem.operation).not_automatic(problem)
 
 
 def tell_of_cost(problem: Problem) -> None:

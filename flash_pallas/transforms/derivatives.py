@@ -86,7 +86,8 @@ def _attend_fwd(backend, spec, blocks, primals):
         lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
         shift=None if out.shift is None else checkpoint_name(out.shift, SAVED_NAMES[1]),
     )
-    wanted = {name: None for name in EXTRA_GRADS if _is_wanted(getattr(primals, name))}
+    asked = jax.tree.map(lambda x: x.perturbed, primals, is_leaf=is_primal)
+    wanted = {name: None for name in EXTRA_GRADS if any(jax.tree.leaves(getattr(asked, name)))}
     residuals = (operands, out._replace(max_logit=None), wanted)
     return _public(spec, operands, out), residuals
 
@@ -128,12 +129,6 @@ def gradients(backend, spec, blocks, residuals, cotangents) -> tuple[Operands]:
 
 
 _attend.defvjp(_attend_fwd, gradients, symbolic_zeros=True)
-
-
-def _is_wanted(primals) -> bool:
-    """Returns whether somebody asked for the gradient of one of these extra operands."""
-    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
-    return any(x.perturbed for x in jax.tree.leaves(primals, is_leaf=is_primal))
 
 
 def _public(spec, operands, out: Outputs):
