@@ -135,28 +135,24 @@ def choose(problem: AnyProblem, name: str, platform: str | None, *, says: bool) 
     check_name(name)
     there = targeted()
     backends, platform = backends_of(there), platform if there is None else None
-    chosen = _chosen(problem, name, backends, platform, says=says)
+    if name == AUTO:
+        chosen = _first_able(problem, list(backends.values()), platform, says=says)
+    elif reason := refusal(backends[name], problem, platform):
+        able = [b.name for b in backends.values() if not passed_over(b, problem, platform)]
+        raise UnsupportedByBackend(
+            f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
+        )
+    else:
+        chosen = backends[name]
     return chosen.loaded if isinstance(chosen, UnloadedBackend) else chosen
 
 
-def _chosen(
-    problem: AnyProblem,
-    name: str,
-    backends: dict[str, Backend],
-    platform: str | None,
-    *,
-    says: bool,
+def _first_able(
+    problem: AnyProblem, backends: list[Backend], platform: str | None, *, says: bool
 ) -> Backend:
-    """Returns what `choose` does, of these backends."""
-    if name != AUTO:
-        if reason := refusal(backends[name], problem, platform):
-            able = [b.name for b in backends.values() if not passed_over(b, problem, platform)]
-            raise UnsupportedByBackend(
-                f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
-            )
-        return backends[name]
+    """Returns the first of these backends that "auto" may take; the others are as of `choose`."""
     reasons = {}
-    for backend in backends.values():
+    for backend in backends:
         reason = passed_over(backend, problem, platform)
         if reason is None:
             if says and backend.note:
