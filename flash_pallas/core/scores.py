@@ -75,7 +75,8 @@ def vectors(problem: Problem, axis: int, *, hides: bool = True) -> tuple[str, ..
         asked = asked | {"q_positions", "kv_positions"}
     if spec.mask_mod:
         asked = asked | set(marks(spec.mask_mod))
-    return tuple(name for name in VECTORS[axis] if name in asked & problem.features)
+    asked = asked & problem.features
+    return tuple([name for name in VECTORS[axis] if name in asked])
 
 
 def marks(mod: Mod) -> tuple[str, ...]:
