@@ -325,14 +325,14 @@ def run(q, k, v, backend, blocks, arguments: Arguments) -> tuple[Any, Any, Any]:
     if call.problem.is_empty:
         dispatch.plan_nothing(call.problem, backend)
         return call.empty_result()
-    plan = dispatch.plan(call.problem, backend, (q, k, v), override)
+    chosen, tiles = dispatch.plan(call.problem, backend, (q, k, v), override)
     if arguments.within is None:  # flash_attention_varlen has no block_mask
         dispatch.tell_of_cost(call.problem)
         if checks.is_unplaced(arguments):
             dispatch.tell_of_place(call.problem)
     attend = _ATTEND[call.spec.differentiable]
     try:
-        outputs = attend(plan.backend, call.spec, plan.blocks, call.operands)
+        outputs = attend(chosen, call.spec, tiles, call.operands)
     except TypeError as error:
         if "forward-mode autodiff" not in str(error):
             raise

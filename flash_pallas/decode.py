@@ -237,8 +237,8 @@ def flash_decode(
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
     problem = _described(spec, operands)
-    plan = dispatch.plan(problem, backend, (q, k, v))
-    o, lse = _decode(plan.backend, spec, operands)
+    chosen, _ = dispatch.plan(problem, backend, (q, k, v))
+    o, lse = _decode(chosen, spec, operands)
     return (o, lse) if with_lse else o
 
 

@@ -259,8 +259,9 @@ def prepared(
     """Returns a checked call: what `attended` takes. Raises as `ragged_paged_attention` does."""
     with WORDS:
         spec, operands = validate_ragged.canonicalize(q, k_pages, v_pages, arguments)
-    plan = dispatch.plan(ragged.describe(operands, spec), backend, (q, k_pages, v_pages))
-    return plan.backend, spec, operands
+    problem = ragged.describe(operands, spec)
+    chosen, _ = dispatch.plan(problem, backend, (q, k_pages, v_pages))
+    return chosen, spec, operands
 
 
 def _with_new(operands: RaggedOperands, a: RaggedArguments, pages, new) -> RaggedOperands:

@@ -22,7 +22,7 @@ from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.xla import XlaBackend
 from flash_pallas.backends.xla import any_order as smooth
 from flash_pallas.core import softmax
-from flash_pallas.core.problem import Grads, Tangents, describe
+from flash_pallas.core.problem import Operands, Tangents, describe
 from flash_pallas.core.softmax import sum_dtype
 from flash_pallas.frontend import validate
 from flash_pallas.frontend.arguments import Arguments
@@ -208,7 +208,7 @@ class PushingJvpOfVjp(base.JvpOfVjp):
         do, ddo = cotangents.do, moved.do
         dlse = over(o, do) - cotangents.delta, over(of_o, do) + over(o, ddo) - moved.delta
         primals, tangents = (operands[:3], do, dlse[0]), (given[:3], ddo, dlse[1])
-        return Grads(*jax.jvp(gradients, primals, tangents)[1])
+        return Operands(*jax.jvp(gradients, primals, tangents)[1])
 
 
 def pushing(q, k, v, **options):

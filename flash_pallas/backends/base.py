@@ -21,7 +21,6 @@ from ..core.decode import DecodeOperands, DecodeProblem, DecodeSpec, describe
 from ..core.problem import (
     AttentionSpec,
     Cotangents,
-    Grads,
     Operands,
     Outputs,
     Problem,
@@ -93,7 +92,7 @@ class Vjp(abc.ABC):
         operands: Operands,
         cotangents: Cotangents,
         wanted: frozenset[str],
-    ) -> Grads:
+    ) -> Operands:
         """Computes gradients of q, k, v and the operands in `wanted` (of core.problem.EXTRA_GRADS).
 
         Queries whose outputs were discarded (beyond a length, padding) have EMPTY_ROW in lse_log2
@@ -159,7 +158,7 @@ class JvpOfVjp(abc.ABC):
         cotangents: Cotangents,
         tangents: Operands,
         cotangents_tangents: Cotangents,
-    ) -> Grads:
+    ) -> Operands:
         """Computes the tangents of the gradients of q, k and v.
 
         Args:

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from ..core import decode, mesh_axes, problem, ragged
-from ..core.problem import Grads, Outputs
+from ..core.problem import Operands, Outputs
 from ..core.softmax import LOG2E
 from ..devices import Device, within
 from .base import Backend, Vjp
@@ -114,7 +114,7 @@ class _VjpByPlatform(Vjp):
         """True if the kernels read it; see `Vjp`."""
         return self.backend.kernels.vjp.reads_output
 
-    def run(self, spec, blocks, operands, cotangents, wanted) -> Grads:
+    def run(self, spec, blocks, operands, cotangents, wanted) -> Operands:
         """Computes the gradients on the platform that the program runs on."""
 
         def on_cuda(operands, cotangents):

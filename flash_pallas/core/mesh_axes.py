@@ -128,12 +128,12 @@ def varying(*trees) -> frozenset[str]:
 
 def spread(tree, axes: frozenset[str]):
     """Marks values as varying over `axes` too; the transpose sums over the axes that it added."""
-    return jax.tree.map(lambda x: _spread(x, axes), tree)
 
+    def marked(x):
+        missing = tuple(sorted(axes - varying(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
 
-def _spread(x, axes):
-    missing = tuple(sorted(axes - varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return jax.tree.map(marked, tree) if axes else tree
 
 
 def untyped(call):

@@ -15,8 +15,8 @@ from .problem import Operands, Outputs
 from .softmax import EMPTY_ROW
 
 
-def cleared(operands: Operands, arrays=None):
-    """Returns `arrays` (Operands or Grads; by default `operands`) with 0 for padding in q, k, v."""
+def cleared(operands: Operands, arrays: Operands | None = None) -> Operands:
+    """Returns `arrays` (the operands, or their gradients) with 0 for padding in q, k, v."""
     arrays = operands if arrays is None else arrays
     keys = valid_keys(operands)
     return arrays._replace(

@@ -90,6 +90,7 @@ class Operands(NamedTuple):
     """The arrays of one call, with batch dimensions folded into one; an absent one is None.
 
     Bb is a divisor of B: entry b of the batch reads entry b // (B // Bb). N1 is N or 1, and so on.
+    Gradients are one too, in the dtypes and shapes of the operands; those not asked for are absent.
     """
 
     q: Any  # [B, T, N, H]
@@ -272,17 +273,6 @@ class Cotangents(NamedTuple):
     # None unless a backend reads them: Vjp.reads_output.
     o: Any = None  # [B, T, N, Hv], of the forward
     dlse: Any = None  # f32[B, N, T], cotangent of the natural log-sum-exp; None is 0
-
-
-class Grads(NamedTuple):
-    """Cotangents in the dtypes and shapes of the operands; None for those not asked for."""
-
-    q: Any
-    k: Any
-    v: Any
-    bias: Any = None
-    alibi_slopes: Any = None
-    score_params: tuple = ()
 
 
 def describe(operands: Operands, spec: AttentionSpec) -> Problem:

@@ -75,7 +75,8 @@ def vectors(problem: Problem, axis: int, *, hides: bool = True) -> tuple[str, ..
         asked = asked | {"q_positions", "kv_positions"}
     if spec.mask_mod:
         asked = asked | set(marks(spec.mask_mod))
-    return tuple(name for name in VECTORS[axis] if name in asked & problem.features)
+    asked = asked & problem.features
+    return tuple([name for name in VECTORS[axis] if name in asked])
 
 
 def marks(mod: Mod) -> tuple[str, ...]:
@@ -129,11 +130,10 @@ def logits(
     """
     tile = placed(tile, inputs)
     x, scale, uncapped = qk, spec.scale, None
-    added = any(x is not None for x in (inputs.bias, inputs.slope, inputs.falls))
     cap = spec.softcap if relative and inputs.bias is not None else None
     unit = 1.0 if cap is None or cap < 1.0 else 1.0 / cap
     of_cap = lambda x: x if unit == 1.0 else x * unit
-    if added:
+    if inputs.bias is not None or inputs.slope is not None or inputs.falls is not None:
         x, scale = x * of_cap(scale), 1.0
     if inputs.bias is not None:
         x = x + of_cap(inputs.bias)
@@ -149,7 +149,7 @@ def logits(
         scale, pull = spec.softcap, _through_tanh(x)
     if not spec.score_modifiers - {"softcap"}:
         x = x if uncapped is None else tile.with_infinite(uncapped, x)
-        return Logits(x, spec.unit(added) * LOG2E, pull)
+        return Logits(x, scale * LOG2E, pull)
     params = tuple(_spread(tile, p) for p in inputs.score_params)
     x = x if scale == 1.0 else x * scale
     score_mod = spec.score_mod

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from . import mesh_axes, softmax
 from .decode import DecodeOperands
-from .problem import Grads, Operands
+from .problem import Operands
 from .ragged import RaggedOperands
 from .scores import MARKS
 
@@ -105,11 +105,11 @@ class Shards:
         return cls(whole, batch, heads, (count(batch), count(heads)))
 
     def run(self, call, *mine):
-        """Calls `call` on one shard's arguments; if it returns Grads, sums them over shards."""
+        """Calls `call` on one shard's arguments; if it returns gradients, sums them over shards."""
         select = lambda x: self.selected(x) if isinstance(x, type(mine[0])) else x
         parts = tuple(map(select, mine))
         returned = call(*mesh_axes.spread(parts, mesh_axes.varying(parts)))
-        return self.summed(mine[0], returned) if isinstance(returned, Grads) else returned
+        return self.summed(mine[0], returned) if isinstance(returned, Operands) else returned
 
     def specs(self, record):
         """Returns the PartitionSpecs of a NamedTuple of whole arrays."""
@@ -119,13 +119,13 @@ class Shards:
         return record._replace(**{name: specs_of(name) for name in record._fields})
 
     def result_specs(self, results: Any):
-        """Returns the PartitionSpecs of a call's results; those of Grads are those of its operands.
+        """Returns the PartitionSpecs of a call's results; those of gradients are its operands'.
 
         Args:
-            results: Outputs or Grads.
+            results: Outputs, or Operands where they are gradients.
         """
         shapes: dict[str, Any] = dict.fromkeys(results._fields, ())
-        if results is Grads:
+        if results is Operands:
             shapes |= {
                 n: x.shape
                 for n in ("q", "k", "v", "bias")
@@ -162,7 +162,7 @@ class Shards:
             **{n: x if x is None else self._select(n)(x) for n, x in shared.items()}
         )
 
-    def summed(self, mine: Operands, grads: Grads) -> Grads:
+    def summed(self, mine: Operands, grads: Operands) -> Operands:
         """Computes gradients of one shard's operands from those of what `selected` made of them."""
         pairs = {name: (getattr(mine, name), getattr(grads, name)) for name in ("k", "v", "bias")}
         return grads._replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from functools import lru_cache
 from typing import Any, Protocol, cast
@@ -40,28 +39,13 @@ AnyProblem = Problem | DecodeProblem | RaggedProblem
 _log = logging.getLogger("flash_pallas")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Backend and tiles of a call: `explain` reads them, and the call runs by them.
-
-    Attributes:
-        problem: the shapes.
-        backend: the backend that runs it.
-        blocks: the tile sizes of attention. Those of decoding follow from the shapes of each shard.
-    """
-
-    problem: AnyProblem
-    backend: Backend
-    blocks: Any = None
-
-
 class Listener(Protocol):
-    """Something that makes the plans of all calls that are traced in its presence."""
+    """Something that plans all calls that are traced in its presence."""
 
     def plan(
         self, problem: AnyProblem, name: str, override: dict[str, Any] | None, platform: str | None
-    ) -> Plan:
-        """Returns the plan of a call, whose arguments are those of `plan`."""
+    ) -> tuple[Backend, Any]:
+        """Returns what `plan` does of a call with these arguments."""
         ...
 
 
@@ -71,12 +55,16 @@ _listener = jax.make_user_context(None)
 
 
 def heard_by(listener: Listener) -> contextlib.AbstractContextManager[None]:
-    """Has this listener make the plans of the calls that are traced within."""
+    """Has this listener plan the calls that are traced within."""
     return _listener(listener)
 
 
-def plan(problem: AnyProblem, name: str, arrays, override: dict[str, Any] | None = None) -> Plan:
-    """Returns what runs a call, or raises why nothing does.
+def plan(
+    problem: AnyProblem, name: str, arrays, override: dict[str, Any] | None = None
+) -> tuple[Backend, Any]:
+    """Returns (backend, tile sizes) that run a call, or raises why nothing does.
+
+    There are tile sizes of attention alone: those of decoding follow from the shapes of each shard.
 
     Args:
         problem: the shapes.
@@ -105,10 +93,11 @@ def plan_nothing(problem: AnyProblem, name: str) -> None:
         _listener.value.plan(problem, name, None, None)
 
 
-def planned(problem: AnyProblem, chosen: Backend, override: dict[str, Any] | None = None) -> Plan:
-    """Returns the plan of a call on this backend."""
-    blocks = tiles(chosen, problem, override) if isinstance(problem, Problem) else None
-    return Plan(problem, chosen, blocks)
+def planned(
+    problem: AnyProblem, chosen: Backend, override: dict[str, Any] | None = None
+) -> tuple[Backend, Any]:
+    """Returns what `plan` does of a call on this backend."""
+    return chosen, tiles(chosen, problem, override) if isinstance(problem, Problem) else None
 
 
 def select(problem: AnyProblem, name: str, platform: str | None = None) -> Backend:
@@ -146,31 +135,24 @@ def choose(problem: AnyProblem, name: str, platform: str | None, *, says: bool) 
     check_name(name)
     there = targeted()
     backends, platform = backends_of(there), platform if there is None else None
-    return _loaded(_chosen(problem, name, backends, platform, says=says))
+    if name == AUTO:
+        chosen = _first_able(problem, list(backends.values()), platform, says=says)
+    elif reason := refusal(backends[name], problem, platform):
+        able = [b.name for b in backends.values() if not passed_over(b, problem, platform)]
+        raise UnsupportedByBackend(
+            f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
+        )
+    else:
+        chosen = backends[name]
+    return chosen.loaded if isinstance(chosen, UnloadedBackend) else chosen
 
 
-def _loaded(backend: Backend) -> Backend:
-    return backend.loaded if isinstance(backend, UnloadedBackend) else backend
-
-
-def _chosen(
-    problem: AnyProblem,
-    name: str,
-    backends: dict[str, Backend],
-    platform: str | None,
-    *,
-    says: bool,
+def _first_able(
+    problem: AnyProblem, backends: list[Backend], platform: str | None, *, says: bool
 ) -> Backend:
-    """Returns what `choose` does, of these backends."""
-    if name != AUTO:
-        if reason := refusal(backends[name], problem, platform):
-            able = [b.name for b in backends.values() if not passed_over(b, problem, platform)]
-            raise UnsupportedByBackend(
-                f"backend={name!r}: {reason}; backend='auto' or {able[0]!r} can run this call"
-            )
-        return backends[name]
+    """Returns the first of these backends that "auto" may take; the others are as of `choose`."""
     reasons = {}
-    for backend in backends.values():
+    for backend in backends:
         reason = passed_over(backend, problem, platform)
         if reason is None:
             if says and backend.note:
@@ -254,29 +236,22 @@ def tiles(backend: Backend, problem: Problem, override: dict[str, Any] | None = 
     Raises:
         ValueError: tile sizes of the caller's that the backend cannot take.
     """
-    kind = _kind()
+    own, tuned = _tiles(backend, problem, targeted())
     if override is None:
-        return _tiles(backend, problem, kind)[0]
-    _, tuned = _tiles(backend, problem, kind)
+        return own
     return backend.attention.plan(problem, {**(tuned.blocks if tuned else {}), **override})
 
 
 def tuned_for(backend: Backend, problem: Problem) -> Tuned | None:
     """Returns the table entry that `tiles` takes into account."""
-    return _tiles(backend, problem, _kind())[1]
-
-
-def _kind() -> str | None:
-    """Returns the kind of the device of the `target` around, None if there is none."""
-    there = targeted()
-    return None if there is None else there.kind
+    return _tiles(backend, problem, targeted())[1]
 
 
 # An eager call would otherwise spend 0.1 ms on the same choice every time.
 @lru_cache(maxsize=1024)
-def _tiles(backend: Backend, problem: Problem, kind: str | None) -> tuple[Any, Tuned | None]:
+def _tiles(backend: Backend, problem: Problem, there: Device | None) -> tuple[Any, Tuned | None]:
     """Returns the tile sizes without the caller's, and the table entry that they come from."""
-    tuned = tables.lookup(backend.name, problem, kind)
+    tuned = tables.lookup(backend.name, problem, None if there is None else there.kind)
     if tuned is not None:
         try:
             return backend.attention.plan(problem, tuned.blocks), tuned
@@ -337,7 +312,7 @@ def refusal(backend: Backend, problem: AnyProblem, platform: str | None = None) 
         return (
             f"the arrays are on the {platform}, and its kernels would be compiled for the {default}"
         )
-    operation = _operation(backend, problem)
+    operation: Any = getattr(backend, problem.operation)
     if reason := operation.refusal(problem):
         return reason
     if backend.name == CudnnBackend.name and targeted() is not None:
@@ -346,15 +321,10 @@ def refusal(backend: Backend, problem: AnyProblem, platform: str | None = None) 
     return None
 
 
-def _operation(backend: Backend, problem: AnyProblem) -> Any:
-    """Returns the operation of a backend that computes `problem`."""
-    return getattr(backend, problem.operation)
-
-
 def passed_over(backend: Backend, problem: AnyProblem, platform: str | None = None) -> str | None:
     """Returns why "auto" does not take a backend, or None."""
     reason = refusal(backend, problem, platform)
-    return reason or _operation(backend, problem).not_automatic(problem)
+    return reason or getattr(backend, problem.operation).not_automatic(problem)
 
 
 def tell_of_cost(problem: Problem) -> None:

@@ -20,7 +20,7 @@ from ..core.problem import EXTRA_GRADS, Problem
 from ..core.ragged import RaggedProblem
 from ..devices import targeted
 from . import dispatch
-from .dispatch import AnyProblem, Plan
+from .dispatch import AnyProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,13 +319,13 @@ class _Explainer:
 
     def plan(
         self, problem: AnyProblem, name: str, override: dict[str, Any] | None, platform: str | None
-    ) -> Plan:
+    ) -> tuple[Backend, Any]:
         """Notes a call; see `dispatch.Listener`."""
         self.calls.append(explained(problem, name, override, self.platform or platform))
         if self.first_only:
             raise _FirstCall
         if problem.is_empty:
-            return Plan(problem, XlaBackend())
+            return XlaBackend(), None
         return dispatch.planned(problem, XlaBackend())
 
 

@@ -199,12 +199,6 @@ def _warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=2)
 
 
-# Read once: a table that changes under a running program must not change what it computes with.
-@functools.cache
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    return _entries(path)
-
-
 def _entries(path: pathlib.Path) -> dict[str, Any]:
     """Returns the entries of a table; none if there is no file or it cannot be used."""
     if not os.path.exists(path):  # also False where the folder cannot be read
@@ -223,6 +217,10 @@ def _entries(path: pathlib.Path) -> dict[str, Any]:
         return {}
     # Timings of another compiler's kernels do not apply. The shipped table has one jaxlib.
     return table["entries"] if table["jaxlib"] == _jaxlib() else {}
+
+
+# Read once: a table that changes under a running program must not change what it computes with.
+_read = functools.cache(_entries)
 
 
 def _well_formed(table) -> bool:

@@ -170,7 +170,7 @@ def _fold(ring: Ring, step: int, wrapped: bool, operands: Operands, sums: _Sums,
 
 def _outputs(ring: Ring, spec: AttentionSpec, part: Operands) -> Outputs:
     """Computes attention of one piece, as the call is to be differentiated."""
-    chosen, blocks = _chosen(ring, spec, part)
+    chosen, blocks = dispatch.plan(describe(part, spec), ring.backend, ())
     if spec.differentiable != "any":
         return derivatives.forward_of(chosen, spec, blocks)(part)
     o, lse, _ = any_order.attend(chosen, spec, blocks, part)
@@ -215,7 +215,7 @@ def _gradients(ring: Ring, step, wrapped, operands: Operands, cotangents: Cotang
     dq, dk, dv = sums
     for piece in ring.plan.pieces(step, wrapped):
         spec, part = _part(ring, step, wrapped, piece, operands, keys)
-        chosen, blocks = _chosen(ring, spec, part)
+        chosen, blocks = dispatch.plan(describe(part, spec), ring.backend, ())
         half = _halves(operands.q.shape[1], piece.rows)
         of_rows = _of_rows(cotangents, half)
         if not chosen.vjp.reads_output:
@@ -272,11 +272,6 @@ def _with_places(ring: Ring, ahead: int, operands: Operands, part: Operands, cut
     q_places, kv_places = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in places)
     keys = operands.dropout_keys
     return part._replace(dropout_keys=keys, q_places=q_places, kv_places=kv_places)
-
-
-def _chosen(ring: Ring, spec: AttentionSpec, part: Operands):
-    plan = dispatch.plan(describe(part, spec), ring.backend, ())
-    return plan.backend, plan.blocks
 
 
 def _either(ring: Ring, step: int, fold, sums, keys):

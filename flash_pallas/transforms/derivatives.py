@@ -28,11 +28,9 @@ from ..core.problem import (
     EXTRA_GRADS,
     AttentionSpec,
     Cotangents,
-    Grads,
     Operands,
     Outputs,
     describe,
-    own_width,
 )
 from . import sharding
 
@@ -88,68 +86,49 @@ def _attend_fwd(backend, spec, blocks, primals):
         lse_log2=checkpoint_name(out.lse_log2, SAVED_NAMES[1]),
         shift=None if out.shift is None else checkpoint_name(out.shift, SAVED_NAMES[1]),
     )
-    wanted = {name: None for name in EXTRA_GRADS if _is_wanted(getattr(primals, name))}
+    asked = jax.tree.map(lambda x: x.perturbed, primals, is_leaf=is_primal)
+    wanted = {name: None for name in EXTRA_GRADS if any(jax.tree.leaves(getattr(asked, name)))}
     residuals = (operands, out._replace(max_logit=None), wanted)
     return _public(spec, operands, out), residuals
 
 
-def _attend_bwd(backend, spec, blocks, residuals, cotangents):
-    operands, out, wanted = residuals
-    do, dlse, _ = cotangents
-    do = jnp.zeros_like(out.o) if isinstance(do, SymbolicZero) else do
-    dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    return (gradients(backend, spec, blocks, operands, out, do, dlse, frozenset(wanted)),)
-
-
-def gradients(backend, spec, blocks, operands, out: Outputs, do, dlse, wanted) -> Operands:
+def gradients(backend, spec, blocks, residuals, cotangents) -> tuple[Operands]:
     """Computes the gradients of one call.
 
     Args:
         backend: the backend that runs it, as are `spec` and `blocks` of `attend`.
         spec: static parameters.
         blocks: tile sizes.
-        operands: the arrays of the call.
-        out: results of the forward.
-        do: cotangent of o.
-        dlse: cotangent of the natural log-sum-exp; None is 0.
-        wanted: those of EXTRA_GRADS that are asked for.
+        residuals: (operands, Outputs of the forward, those of EXTRA_GRADS that are asked for).
+        cotangents: of (o, natural log-sum-exp, and maybe more, which is not looked at); None for
+            the second, or a symbolic zero for either, is 0.
 
     Returns:
-        Operands: gradients of those that have one, None for all others.
+        The gradients of operands that have one, None for all others; the only one of a tuple, as a
+        rule of jax.custom_vjp returns it.
     """
+    operands, out, wanted = residuals
+    do, dlse, *_ = cotangents
+    do = jnp.zeros_like(out.o) if isinstance(do, SymbolicZero) else do
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
     if backend.vjp.reads_output:
         cotangents = Cotangents(out.lse_log2, do, None, out.shift, out.o, dlse)
     else:
         delta = delta_of(operands, out.o, do, dlse, out.lse_log2)
         cotangents = Cotangents(out.lse_log2, do, delta, out.shift)
-    grads = backward_of(backend, spec, blocks, wanted)(operands, cotangents)
+    grads = backward_of(backend, spec, blocks, frozenset(wanted))(operands, cotangents)
     if spec.score_mod is not None:
         # Hidden scores have a gradient of 0 times the user's derivative, which may be anything.
         grads = padding.cleared(operands, grads)
     sinks = None
     if operands.sinks is not None:
         sinks = sink_gradient(operands.sinks, cotangents, describe(operands, spec).unit)
-    none = operands._replace(**dict.fromkeys(Operands._fields))
     params = grads.score_params or (None,) * len(operands.score_params)
-    return none._replace(
-        q=grads.q,
-        k=grads.k,
-        v=grads.v,
-        bias=grads.bias,
-        alibi_slopes=grads.alibi_slopes,
-        sinks=sinks,
-        score_params=params,
-        mask_params=(None,) * len(operands.mask_params),
-    )
+    no_params = (None,) * len(operands.mask_params)
+    return (grads._replace(sinks=sinks, score_params=params, mask_params=no_params),)
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
-
-
-def _is_wanted(primals) -> bool:
-    """Returns whether somebody asked for the gradient of one of these extra operands."""
-    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
-    return any(x.perturbed for x in jax.tree.leaves(primals, is_leaf=is_primal))
+_attend.defvjp(_attend_fwd, gradients, symbolic_zeros=True)
 
 
 def _public(spec, operands, out: Outputs):
@@ -196,9 +175,7 @@ def forward_of(backend, spec, blocks):
     """Returns operands -> Outputs: the backend's forward, wrapped as described in the module."""
 
     def forward(operands):
-        with own_width(operands):
-            outputs = padding.discarded(operands, backend.attention.run(spec, blocks, operands))
-        return mesh_axes.spread(outputs, mesh_axes.varying(operands))
+        return padding.discarded(operands, backend.attention.run(spec, blocks, operands))
 
     call = fold_vmap(sharding.per_shard(forward, backend.partitionable))
     return partial(_first_order_only, call, Outputs)
@@ -206,18 +183,13 @@ def forward_of(backend, spec, blocks):
 
 @lru_cache(maxsize=1024)
 def backward_of(backend, spec, blocks, wanted):
-    """Returns (operands, Cotangents) -> Grads: the backend's backward, wrapped like its forward.
+    """Returns (operands, Cotangents) -> gradients, as Operands: the backend's backward.
 
-    `wanted` is that of `Vjp.run`.
+    It is wrapped like its forward; `wanted` is that of `Vjp.run`.
     """
-
-    def backward(operands, cotangents):
-        with own_width(operands):
-            grads = backend.vjp.run(spec, blocks, operands, cotangents, wanted)
-        return mesh_axes.spread(grads, mesh_axes.varying(operands))
-
+    backward = partial(backend.vjp.run, spec, blocks, wanted=wanted)
     call = fold_vmap(sharding.per_shard(backward, backend.partitionable), wanted)
-    return partial(_first_order_only, call, Grads)
+    return partial(_first_order_only, call, Operands)
 
 
 @lru_cache(maxsize=1024)
@@ -229,31 +201,22 @@ def push_of(backend, spec):
     """
 
     def push(operands, tangents, outputs=None):
-        with own_width(operands):
-            result = backend.jvp.run(spec, operands, tangents, outputs)
-            if outputs is None:
-                out = padding.discarded(operands, Outputs(*result[:3]))
-                result = result._replace(o=out.o, lse_log2=out.lse_log2, shift=out.shift)
-        return mesh_axes.spread(result, mesh_axes.varying(operands))
+        result = backend.jvp.run(spec, operands, tangents, outputs)
+        if outputs is not None:
+            return result
+        out = padding.discarded(operands, Outputs(*result[:3]))
+        return result._replace(o=out.o, lse_log2=out.lse_log2, shift=out.shift)
 
     return sharding.per_shard(push, backend.partitionable)
 
 
 @lru_cache(maxsize=1024)
 def push_backward_of(backend, spec):
-    """Returns (operands, Cotangents, their tangents) -> Grads: forward mode of the backward.
+    """Returns (operands, Cotangents, their tangents) -> Operands: forward mode of the backward.
 
     Arguments are those of `JvpOfVjp.run`; the wrap is that of `push_of`.
     """
-
-    def push(operands, cotangents, tangents, cotangents_tangents):
-        with own_width(operands):
-            grads = backend.jvp_of_vjp.run(
-                spec, operands, cotangents, tangents, cotangents_tangents
-            )
-        return mesh_axes.spread(grads, mesh_axes.varying(operands))
-
-    return sharding.per_shard(push, backend.partitionable)
+    return sharding.per_shard(partial(backend.jvp_of_vjp.run, spec), backend.partitionable)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -262,7 +225,7 @@ def _first_order_only(call, results, *args):
 
     Args:
         call: (Operands, ...) -> a record of the type `results`.
-        results: Outputs or Grads.
+        results: Outputs, or Operands where they are gradients.
         *args: arguments of `call`.
     """
     if mesh_axes.mesh_of(args[0][:3]) is None:

@@ -294,9 +294,10 @@ class Gradients(OfGradients):
     def run(self, saved: Saved, linear) -> list[Any]:
         """Computes the gradients."""
         of_extra, call = moves_of(self.asked) & set(derivatives.EXTRA_GRADS), self.call
-        run = functools.partial(derivatives.gradients, call.backend, call.spec, call.blocks)
-        do, dlse = linear
-        operand_gradients = run(saved.operands, saved.outputs, do, dlse, of_extra)
+        residuals = saved.operands, saved.outputs, of_extra
+        (operand_gradients,) = derivatives.gradients(
+            call.backend, call.spec, call.blocks, residuals, linear
+        )
         return jax.tree.leaves(_only(self.asked, operand_gradients))
 
     def smooth(self, moving, saved: Saved, linear) -> list[Any]:

@@ -26,23 +26,30 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import mesh_axes
+from ..core.problem import own_width
 from ..core.shards import PLACES, Shards
 
 
 def per_shard(call, enabled: bool):
-    """Wraps `call` so that the partitioner runs one for each shard of the batch and of the heads.
+    """Wraps a call of a backend so that the partitioner runs one for each shard.
+
+    Shards are of the batch and of the heads. The call computes in its `own_width`, and its results
+    vary over the mesh axes of its operands.
 
     Args:
-        call: (Operands, ...) -> Outputs or Grads, of whole arrays and of parts alike.
-        enabled: False leaves `call` as it is.
+        call: (Operands, ...) -> a record, of whole arrays and of parts alike.
+        enabled: False leaves nothing to the partitioner.
     """
 
     def run(*args):
         mesh = jax.sharding.get_abstract_mesh()
         # Inside a shard_map, and where all axes are Explicit, the partitioner cuts nothing.
         decided = mesh.manual_axes or (mesh.axis_names and not mesh.auto_axes)
-        runs_whole = not enabled or jax.device_count() == 1 or decided
-        return call(*args) if runs_whole else _partitioned(call, args)
+        if enabled and jax.device_count() > 1 and not decided:
+            return _partitioned(per_shard(call, enabled=False), args)
+        with own_width(args[0]):
+            results = call(*args)
+        return mesh_axes.spread(results, mesh_axes.varying(args[0]))
 
     return run
 
@@ -122,7 +129,7 @@ class OnShards:
 
     Attributes:
         call: the function of one shard.
-        results: Outputs or Grads, the type of what it returns.
+        results: type of what it returns: Outputs, or Operands where they are gradients.
         levels: levels of vmap, the innermost first; each says which of the arguments' arrays have
             its axis. These axes come before an array's own, the outermost first.
     """

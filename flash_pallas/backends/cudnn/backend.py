@@ -22,7 +22,6 @@ from ...core import padding, softmax
 from ...core.problem import (
     AttentionSpec,
     Cotangents,
-    Grads,
     Operands,
     Outputs,
     Problem,
@@ -205,7 +204,7 @@ class CudnnVjp(_Operation, base.Vjp):
         operands: Operands,
         cotangents: Cotangents,
         wanted: frozenset[str],
-    ) -> Grads:
+    ) -> Operands:
         """Computes the gradients.
 
         The weights of a query without keys are 0, as its log-sum-exp is EMPTY_ROW. cuDNN computes
@@ -231,8 +230,7 @@ class CudnnVjp(_Operation, base.Vjp):
         if "bias" in wanted:
             bias = _of_shared(_visible(spec, dbias[0]), operands.bias)
         # cuDNN need not write what lies beyond a length.
-        cleared: Any = padding.cleared(operands, Grads(dq, dk, dv, bias=bias))
-        return cleared
+        return padding.cleared(operands, Operands(dq, dk, dv, bias=bias))
 
 
 def _of_shapes(problem: Problem, capability: str) -> Iterator[str]:

@@ -16,7 +16,6 @@ from ...core.decode import describe as describe_decode
 from ...core.problem import (
     AttentionSpec,
     Cotangents,
-    Grads,
     Operands,
     Outputs,
     Problem,
@@ -217,7 +216,7 @@ class HopperVjp(_Operation, base.Vjp):
         operands: Operands,
         cotangents: Cotangents,
         wanted: frozenset[str],
-    ) -> Grads:
+    ) -> Operands:
         """Computes gradients; `blocks` says by which kernels."""
         problem, interpret = describe(operands, spec), self.backend.interpret
         if isinstance(blocks.backward, WideGradients):
@@ -273,7 +272,7 @@ class HopperJvpOfVjp(_Operation, base.JvpOfVjp):
         cotangents: Cotangents,
         tangents: Operands,
         cotangents_tangents: Cotangents,
-    ) -> Grads:
+    ) -> Operands:
         """Computes the tangents of the gradients of q, k and v."""
         problem, moved = describe(operands, spec), cotangents_tangents
         return push_backward(problem, operands, cotangents, tangents, moved, self.backend.interpret)

@@ -16,7 +16,6 @@ from ...core.padding import pad_axis
 from ...core.problem import (
     AttentionSpec,
     Cotangents,
-    Grads,
     Operands,
     Outputs,
     Problem,
@@ -145,7 +144,7 @@ class PortableVjp(_Operation, base.Vjp):
         operands: Operands,
         cotangents: Cotangents,
         wanted: frozenset[str],
-    ) -> Grads:
+    ) -> Operands:
         """Computes the gradients; `blocks` says which kernels run."""
         problem, interpret = describe(operands, spec), self.backend.interpret
         do = padding.cleared_queries(operands, cotangents.do)
@@ -158,7 +157,7 @@ class PortableVjp(_Operation, base.Vjp):
         else:
             dk, dv = dkv(padded, tile.dkv, operands, arrays, interpret)
             of_q = dq(padded, tile.dq, operands, arrays, interpret)
-        return Grads(
+        return Operands(
             of_q[..., : problem.head_dim],
             dk[..., : problem.head_dim],
             dv[..., : problem.v_head_dim],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...core import block_lists, mesh_axes
-from ...core.problem import Cotangents, Grads, Operands, Outputs
+from ...core.problem import Cotangents, Operands, Outputs
 from ...core.shards import PLACES
 
 
@@ -27,8 +27,8 @@ def forward(call: Callable[[Operands], Outputs], operands: Operands) -> Outputs:
 
 
 def backward(
-    call: Callable[[Operands, Cotangents], Grads], operands: Operands, cotangents: Cotangents
-) -> Grads:
+    call: Callable[[Operands, Cotangents], Operands], operands: Operands, cotangents: Cotangents
+) -> Operands:
     """Computes `call` of the operands and cotangents likewise; gradients of what is shared add."""
     rows = ListRows.of(operands)
     if rows.count == 1:

@@ -32,30 +32,26 @@ LANE_COLS = 8  # columns of a WGMMA tile after which a thread's own columns repe
 # takes an immediate. Comparing iota values instead keeps 32 of them alive through the whole loop
 # (128 to 208 bytes of spills in the causal kernels).
 _COMPARE = {
-    "low": (lambda row, col: col - row, "sge"),
-    "high": (lambda row, col: col - row, "sle"),
-    "rows": (lambda row, col: row, "slt"),
-    "cols": (lambda row, col: col, "slt"),
+    "low": arith.CmpIPredicate.sge,
+    "high": arith.CmpIPredicate.sle,
+    "rows": arith.CmpIPredicate.slt,
+    "cols": arith.CmpIPredicate.slt,
 }
 
 
 def _limit_body(kinds, hidden, _, tile, *bounds):
-    i32 = ir.IntegerType.get_signless(32)
-    row0, col0 = (arith.index_cast(i32, x) for x in next(iter(tile.layout.thread_idxs(tile.shape))))
+    row0, col0 = origin(tile.shape, tile.layout)
     limits = []
     for kind, bound in zip(kinds, bounds, strict=True):
-        origin = {"rows": lambda: row0, "cols": lambda: col0}.get(
-            kind, lambda: arith.subi(col0, row0)
-        )()
-        limits.append((*_COMPARE[kind], arith.subi(splat(bound), origin)))
+        first = {"rows": row0, "cols": col0}.get(kind)
+        first = arith.subi(col0, row0) if first is None else first
+        limits.append((kind, arith.subi(splat(bound), first)))
 
     def kept(row, col):
-        bits = [
-            arith.cmpi(
-                getattr(arith.CmpIPredicate, predicate), i32_constant(coordinate(row, col)), limit
-            )
-            for coordinate, predicate, limit in limits
-        ]
+        bits = []
+        for kind, limit in limits:
+            coordinate = {"rows": row, "cols": col}.get(kind, col - row)
+            bits.append(arith.cmpi(_COMPARE[kind], i32_constant(coordinate), limit))
         return functools.reduce(arith.andi, bits)
 
     return selected(tile, kept, hidden)
@@ -93,7 +89,7 @@ def hide(tile, limits: Limits, interpret: bool, hidden: float = -math.inf):
 def _between_body(limited, hidden, _, tile, *bounds):
     i32 = ir.IntegerType.get_signless(32)
     col0 = arith.index_cast(i32, next(iter(tile.layout.thread_idxs(tile.shape)))[1])
-    compare = [getattr(arith.CmpIPredicate, _COMPARE[kind][1]) for kind in limited]
+    compare = [_COMPARE[kind] for kind in limited]
     by_row = {}
     for index, row, _ in coordinates(tile.shape, tile.layout):
         row_limits = [arith.subi(at(bound.registers[index], 0), col0) for bound in bounds]
@@ -355,6 +351,9 @@ def unknown(x, interpret: bool):
 # For single warps, as those of a producer warpgroup.
 
 
+_on_word = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(plgpu.Layout.WG_SPLAT,) * 2))
+
+
 def _word(words, index):
     element = arith.index_cast(ir.IndexType.get(), splat(index))
     return mgpu.utils.memref_ptr(mgpu.utils.memref_slice(words, (mgpu.ds(element, 1),)))
@@ -405,11 +404,6 @@ def fence_copies():
     plgpu.inline_mgpu()(fence_copies_body)()
 
 
-def _on_word(body):
-    splats = (plgpu.Layout.WG_SPLAT,) * 2
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *splats))(body)
-
-
 # --- Registers of a tile in the WGMMA layout, for code that is written into the kernel as MLIR ----
 
 
@@ -418,14 +412,14 @@ def coordinates(shape, layout):
     strides = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
     tile_strides = layout.tiling.tile_strides(tuple(strides))
     for index in np.ndindex(*layout.registers_shape(shape)):
-        linear = sum(i * s for i, s in zip(index, tile_strides, strict=True))
-        yield index, linear // shape[1], linear % shape[1]
+        yield index, *divmod(int(np.dot(index, tile_strides)), shape[1])
 
 
 def origin(shape, layout):
     """Returns the i32 (row, column) of this thread's first element."""
     i32 = ir.IntegerType.get_signless(32)
-    return tuple(arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs(shape))))
+    row, col = next(iter(layout.thread_idxs(shape)))
+    return arith.index_cast(i32, row), arith.index_cast(i32, col)
 
 
 def i32_constant(x: int):
@@ -501,8 +495,8 @@ def filled(shape, layout, value):
 
 def assembly(result_type, code: str, *operands):
     """Emits PTX without side effects: `code` makes $0 of $1, $2, ..., all of 32 bits."""
-    letter = lambda t: "f" if isinstance(t, ir.F32Type) else "r"
-    constraints = ",".join([f"={letter(result_type)}", *(letter(x.type) for x in operands)])
+    types = [result_type, *[x.type for x in operands]]
+    constraints = "=" + ",".join(["f" if isinstance(t, ir.F32Type) else "r" for t in types])
     return llvm.inline_asm(result_type, list(operands), code, constraints, has_side_effects=False)
 
 

@@ -265,7 +265,7 @@ def _less_shift_body(q_axis, _, x, shift, first):
         values = {row: load(i32_constant(row), 1) * 2 for row in by_place}
     for offset, indices in by_place.items():
         for i in indices:
-            less = (arith.subf(at(registers[i], e), values[offset][e]) for e in (0, 1))
+            less = [arith.subf(at(registers[i], e), values[offset][e]) for e in (0, 1)]
             registers[i] = pair(*less)
     return fragmented(registers, x.layout)
 
@@ -273,7 +273,7 @@ def _less_shift_body(q_axis, _, x, shift, first):
 def _shared_by_quads(load, columns):
     """Returns the pair of values of each of these columns, of which a quad reads an eighth."""
     lane = arith.remui(mgpu.utils.thread_idx(), i32_constant(32))
-    quad, within = (op(lane, i32_constant(4)) for op in (arith.divui, arith.remui))
+    quad, within = arith.divui(lane, i32_constant(4)), arith.remui(lane, i32_constant(4))
     many, step = -(-len(columns) // _QUADS), columns[1] - columns[0]
     by_column = {}
     for turn in range(many):
@@ -399,9 +399,8 @@ _LARGEST_HALF = 0x7C00  # float16 infinity: bits of smaller numbers compare as t
 
 
 def _places(shape, layout):
-    """Returns (row, column, register index) of all registers, columns in order."""
-    places = ((row, col, index) for index, row, col in coordinates(shape, layout))
-    return sorted(places, key=lambda place: (place[1], place[0]))
+    """Returns (column, row, register index) of all registers, in this order."""
+    return sorted([(col, row, index) for index, row, col in coordinates(shape, layout)])
 
 
 def _mask(drop: Drop, index):
@@ -432,7 +431,7 @@ def _converted(dtype, low, high):
 def _weights_body(scale, shares, cap, dtype, threshold, _, x, m, *keys):
     (polynomials, bounded), scale, sums, words = shares, f32_constant(scale), {}, []
     registers = np.empty(x.registers.shape, dtype=object)
-    for row, col, index in _places(x.shape, x.layout):
+    for col, row, index in _places(x.shape, x.layout):
         shift = arith.negf(at(m.registers[index], 0))
         if keys and len(words) >= _AHEAD:
             shift = _after(shift, words[-_AHEAD])
@@ -499,7 +498,7 @@ def _signed_body(scale, threshold, _, x, shift, row_keys, column_keys):
     # As in inline_modifiers: twice a key of a row moves the field to the top.
     limit = i32_constant(signed_constant(threshold << dropout.FIELD + 1))
     scale, by_place = f32_constant(scale), {}
-    for row, col, index in _places(x.shape, x.layout):
+    for col, row, index in _places(x.shape, x.layout):
         for e in range(2):
             key = at(row_keys.registers[index], e)
             product = arith.muli(arith.addi(key, key), at(column_keys.registers[index], e))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....core import padding
-from ....core.problem import Cotangents, Grads, Operands, Problem
+from ....core.problem import Cotangents, Operands, Problem
 from ...gpu.launch import score_grads
 from ..common.pipeline import Matmuls
 from .dbias.kernel import score_sums
@@ -32,7 +32,7 @@ def backward(
     cotangents: Cotangents,
     wanted: frozenset[str],
     interpret: bool,
-) -> Grads:
+) -> Operands:
     """Computes gradients; the kernels sum dK and dV over each group of query heads.
 
     Args:
@@ -65,7 +65,7 @@ def backward(
     launch = lambda *sums: score_sums(native, sums, operands, arrays, producer, interpret)
     extra |= score_grads(native, operands, wanted, launch)
     dq_, dk, dv = map(Matmuls(problem.dtype).joined, grads)
-    return Grads(
+    return Operands(
         dq_[:, : problem.q_len, :, : problem.head_dim],
         dk[:, : problem.kv_len, :, : problem.head_dim],
         dv[:, : problem.kv_len, :, : problem.v_head_dim],

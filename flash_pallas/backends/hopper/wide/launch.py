@@ -7,7 +7,7 @@ import dataclasses
 from ....core import padding
 from ....core.integers import round_up
 from ....core.padding import pad_axis
-from ....core.problem import Cotangents, Grads, Operands, Outputs, Problem
+from ....core.problem import Cotangents, Operands, Outputs, Problem
 from ....core.softmax import EMPTY_ROW
 from ...gpu.launch import score_grads
 from ..backward.dbias.kernel import score_sums
@@ -129,7 +129,7 @@ def backward(
     wanted: frozenset[str],
     producer: bool,
     interpret: bool,
-) -> Grads:
+) -> Operands:
     """Computes gradients; dK and dV are summed over each group of query heads.
 
     Args:
@@ -148,7 +148,7 @@ def backward(
     dk, dv = key_value_gradients(wide, blocks.dkv, operands, arrays, interpret)
     cut = lambda gradient, x: gradient[:, : x.shape[1], :, : x.shape[3]]
     launch = lambda *sums: score_sums(wide, sums, operands, arrays, producer, interpret)
-    return Grads(
+    return Operands(
         cut(query_gradient(wide, blocks.dq, operands, arrays, interpret), operands.q),
         cut(dk, operands.k),
         cut(dv, operands.v),

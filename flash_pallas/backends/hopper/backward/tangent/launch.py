@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .....core import padding
-from .....core.problem import Cotangents, Grads, Operands, Problem
+from .....core.problem import Cotangents, Operands, Problem
 from ...common.pipeline import Matmuls
 from ..launch import native_backward_problem
 from ..operands import BackwardArrays
@@ -41,7 +41,7 @@ def push_backward(
     operand_tangents: Operands,
     moved: Cotangents,
     interpret: bool,
-) -> Grads:
+) -> Operands:
     """Computes the tangents of the gradients of q, k and v.
 
     Args:
@@ -73,4 +73,4 @@ def push_backward(
     joined = Matmuls(problem.dtype).joined
     unpadded = lambda name, x: joined(tangents[name])[:, : x.shape[1], :, : x.shape[3]]
     q, k, v = (unpadded(name, getattr(operands, name)) for name in ("q", "k", "v"))
-    return Grads(q, k, v)
+    return Operands(q, k, v)
