@@ -38,15 +38,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from .....core.scores import HIDING, TileInputs
+from .....core.scores import TileInputs
 from ....gpu import score_tile
 from ....gpu.launch import WARPGROUP_ROWS
 from ....gpu.launch import launch as launch_kernel
-from ....gpu.ptx import infinities, inline
+from ....gpu.ptx import inline
 from ....gpu.ptx.inline import WARP, WARPGROUP
-from ....gpu.score_tile import RegisterTile, row_shift
+from ....gpu.score_tile import RegisterTile
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.pipeline import Padding, loader, rows_of, warpgroup_rows
@@ -54,7 +53,7 @@ from .. import dq_sums
 from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
-from .gradients import mma_schedule, narrowed, narrows, softmax_of
+from .gradients import early_weights, late_weights, mma_schedule, narrowed, narrows
 from .launches import FusedCta, KvTile, Launch, PairCta, Part, launches_of, summed
 from .tiles import (
     WARPGROUPS,
@@ -229,7 +228,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
         end_inline_loads(cta)
 
     dk, dv = dk_acc[...], dv_acc[...]
-    dk, dv = dk * problem.spec.scale, softmax_of(problem, cta.blocks).finished(problem, dv)
+    dk, dv = dk * problem.spec.scale, dv if cta.blocks.signs else score_tile.gained(problem, dv)
     cta = cta.again()
     if cta.blocks.split_q == 1:
         epilogue(cta, dk, dv)
@@ -269,84 +268,45 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
     if v is None:
         v = cta.smem.v.at[0, keys]
     q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
-    to_weights = functools.partial(early_weights, cta, rows, (n, block), tile)
+    of_scores = functools.partial(
+        early_weights, cta, rows, (n, block), tile, masked=masked, far=far
+    )
     # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
     accumulator = plgpu.ACC((WARPGROUP_ROWS, blocks.block_q), jnp.float32)
     # The shift of every column leaves no registers for dP^T next to S^T.
     dp_is_late = late_dp(problem) or far is not None
 
-    def scores(s_acc):
+    cta.q.wait_full(n)
+
+    @functools.partial(pl.run_scoped, s_acc=accumulator)
+    def tiles(s_acc):
         plgpu.wgmma(s_acc, k, q.transpose((1, 0)))  # (1) S^T = K Q^T
         if dp_is_late:
-            return to_weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=0), masked, far)
+            return of_scores(s=plgpu.wgmma_accumulator_load(s_acc, wait_n=0))
         cta.do.wait_full(n)
-        return pl.run_scoped(functools.partial(gradients, s_acc, None), accumulator)
 
-    def gradients(s_acc, early, dp_acc):
-        plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
-        schedule.scores_issued(cta, n)
-        if not dp_is_late:
-            early = to_weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), masked, far)
-        return late_weights(cta, n, tile, early, dp_acc)
+        @functools.partial(pl.run_scoped, dp_acc=accumulator)
+        def p_and_ds(dp_acc):
+            plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
+            schedule.scores_issued(cta, n)
+            early = of_scores(s=plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
+            return late_weights(cta, n, tile, early, dp_acc)
 
-    cta.q.wait_full(n)
-    tiles = pl.run_scoped(scores, accumulator)
+        return p_and_ds
+
     if dp_is_late:
-        if far is not None and narrows(cta, masked):
-            tiles = narrowed(tiles, problem.dtype)
+        narrow = far is not None and narrows(cta, masked)
+        early = narrowed(tiles, problem.dtype) if narrow else tiles
         cta.do.wait_full(n)
-        tiles = pl.run_scoped(functools.partial(gradients, None, tiles), accumulator)
+
+        @functools.partial(pl.run_scoped, dp_acc=accumulator)
+        def tiles(dp_acc):
+            plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
+            schedule.scores_issued(cta, n)
+            return late_weights(cta, n, tile, early, dp_acc)
+
     p, ds = tiles
     schedule.gradients(cta, n, p, ds, *sums)  # (3) dV += P^T dO, (4) dK += dS^T Q, (5) dQ = dS K
-
-
-def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, s, masked, far):
-    """Computes what can be made of S^T before dP^T has arrived; `q_tile`: (n, its Q block)."""
-    problem, auxiliary, shift = cta.problem, AuxiliaryInputs(cta.problem, q_axis=1), None
-    n, block = q_tile
-    if far is not None:
-        query = block * cta.blocks.block_q
-        shift = row_shift(problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
-    slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
-    lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
-    inputs = auxiliary.inputs(rows, cta.smem.auxiliary, slot, s.shape, keys, ids=masked)
-    inputs = inputs._replace(shift=shift)
-    limits = tile.limits(problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
-    if isinstance(cta.q_tiles, QTileList) and far is None:
-        cta, s, inputs, limits = hide_listed_keys(cta, n, tile, s, inputs, limits)
-    return softmax_of(problem, cta.blocks).early(cta, tile, s, lse, inputs, limits)
-
-
-def hide_listed_keys(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
-    """Hides keys of the n-th tile of a list, if it is partial; returns what hides keys after that.
-
-    Partial and whole tiles share one loop, in which a branch hides keys: with two loops 128 bytes
-    spill at head dim 128 with a mask_mod, and wgmma is serialised (C7512). The branch hides keys in
-    S = K Q^T itself, which is possible only where logits are S times a scale; elsewhere whole tiles
-    are masked as well.
-
-    Returns:
-        (cta, s, inputs, limits).
-    """
-    spec = cta.problem.spec
-    if spec.score_modifiers or {"bias", "alibi_slopes"} & cta.problem.features:
-        return cta, s, inputs, limits
-    hide = lambda: score_tile.logits(spec, tile, s, inputs, limits).x  # S, where it is not hidden
-    s = lax.cond(n < cta.q_tiles.listed.masked_steps, hide, lambda: s)
-    nothing = dict.fromkeys(("mask", *HIDING), None)
-    return cta.of_whole_tiles, s, inputs._replace(**nothing), Limits()
-
-
-def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
-    """Waits for dP^T and delta; returns P^T and dS^T in 16 bits."""
-    slot = cta.do.slot(n)
-    plgpu.barrier_wait(cta.smem.delta_full.at[slot])
-    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-    delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
-    lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
-    p, ds = softmax_of(cta.problem, cta.blocks).late(cta, tile, early, lse, dp, delta)
-    p, ds = p.astype(cta.problem.dtype), ds.astype(cta.problem.dtype)
-    return infinities.numbers(p, cta.interpret) if score_tile.marks_hidden(cta.problem) else p, ds
 
 
 def epilogue(cta: FusedCta, dk, dv):
@@ -598,9 +558,8 @@ def backward_fused(
     """
     tile = (blocks.block_q, blocks.block_kv)
     gmem = arrays.for_rows(problem, operands, 1, tile)
-    factor = softmax_of(problem, blocks).factor(problem)
-    if factor != 1.0:
-        gmem = gmem.scaled(factor)
+    if blocks.signs:
+        gmem = gmem.scaled(score_tile.sign_factor(problem))
     if clears:
         gmem = gmem.with_padding(operands, *tile)
 

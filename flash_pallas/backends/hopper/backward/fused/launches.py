@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core import integers as ints
 from .....core.problem import Problem
+from ....gpu import score_tile
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ....gpu.ptx import inline
 from ....gpu.ptx.online_softmax import far_of
@@ -320,6 +321,9 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     It may be a shard of the call that they were chosen for, and have fewer batch entries that share
     a bias than a cluster has CTAs.
     """
+    signs = blocks.signs and score_tile.may_sign(problem)
+    defer = blocks.defer and score_tile.may_defer(problem)
+    blocks = dataclasses.replace(blocks, signs=signs, defer=defer)
     return blocks if may_sum_bias(problem, blocks.bias_cluster) else without_sums(blocks)
 
 
@@ -460,12 +464,6 @@ class FusedCta:
     def sums(self) -> Ring:
         """The slots of dS, as a ring for the warpgroup that sums dS of a cluster."""
         return dataclasses.replace(self.smem.sums_ring, before=self.before)
-
-    @property
-    def of_whole_tiles(self) -> FusedCta:
-        """This record for tiles that lists call whole, where mask and mask_mod hide nothing."""
-        launch = dataclasses.replace(self.launch, problem=self.problem.of_whole_tiles)
-        return dataclasses.replace(self, launch=launch)
 
     # --- what the compiler may share -------------------------------------------------------------
 
