@@ -899,7 +899,7 @@ SHARED_AND_HOPPER = (
              "TUNED_LONG.get(dims) and not native.is_listed", "TUNED_LONG.get(dims)",
              "test_listed_tiles.py::test_hopper[(192, 64)-132-False]"),
     Mutation("block lists, partial tiles of the backward",
-             "backends/hopper/backward/fused/kernel.py",
+             "backends/hopper/backward/fused/gradients.py",
              "n < cta.q_tiles.listed.masked_steps", "n < 0",
              "test_hopper_interpreted.py::test_kernels[blocks_window_128]"),
     Mutation("block lists, gradient of a bias", "backends/hopper/backward/dbias/kernel.py",

@@ -36,7 +36,7 @@ from .tiles import WARPGROUPS, FusedBlocks
 #     FusedBlocks.defer        logits over the cap, whose exponentials wait for dP^T
 
 
-def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, s, masked, far):
+def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, masked, far, s):
     """Computes what can be made of S^T before dP^T has arrived; `q_tile`: (n, its Q block)."""
     problem, auxiliary, shift = cta.problem, AuxiliaryInputs(cta.problem, q_axis=1), None
     n, block = q_tile

@@ -69,76 +69,84 @@ from .tiles import (
 LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # launches that have no rows with large logits
 
 
-def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
+def kernel(
+    launch: Launch,
+    names: tuple[str, ...],
+    kept: dict[str, Any],
+    gmem: BackwardArrays,
+    *refs,
+    place: tuple[Any, Any] | None = None,
+):
     """Runs one CTA of a launch: its KV tile, or all KV tiles of its pair.
 
     Args:
         launch: what is the same for all CTAs.
         names: names of the results that this launch makes.
         kept: results that it adds to, by name.
-        gmem: BackwardArrays in device memory.
+        gmem: operands in device memory.
         refs: what this launch makes, shared memory and mbarriers.
+        place: `Launch.place` of this CTA, where a caller has asked for it.
     """
     *made, smem = refs
     results = kept | dict(zip(names, made, strict=True))
     if launch.all_kv_tiles:
         run_roles(cta_of_pair(launch, results, gmem, smem))
         return
+    pair, block = place or launch.place(gmem)
+    cta = cta_of_kv_tile(launch, results, gmem, smem, pair, block)
+    if launch.part is Part.NEAR:
+        near = gmem.auxiliary.far[cta.batch, cta.kv_head] == 0
+        pl.when(near)(functools.partial(run_roles, cta))
+    elif launch.blocks.split_q == 1:
+        run_roles(cta)
+    else:
+        pl.when(cta.q_tiles.total > 0)(functools.partial(run_roles, cta))
+        nothing = (cta.q_tiles.total == 0) & (cta.wg < WARPGROUPS)
+        pl.when(nothing)(functools.partial(write_zeros, cta))
+
+
+def kernel_of_sections(launch: Launch, names, kept, gmem: BackwardArrays, *refs):
+    """Runs `kernel` where this CTA has a pair: the last section is smaller than the others."""
     pair, block = launch.place(gmem)
-    run = functools.partial(run_kv_tile, launch, results, gmem, smem, pair, block)
-    if launch.in_order or launch.pairs % launch.at_once == 0:
-        run()
-    else:  # the last section is smaller
-        pl.when(pair < launch.pairs)(run)
+    run = functools.partial(kernel, launch, names, kept, gmem, *refs, place=(pair, block))
+    pl.when(pair < launch.pairs)(run)
 
 
-def kernel_of_calls(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
-    """Runs `kernel` if some row of the call has large logits, or if none has: `launch.part`."""
+def kernel_of_calls(run: Callable, launch: Launch, names, kept, gmem: BackwardArrays, *refs):
+    """Runs a kernel if some row of the call has large logits, or if none has: `launch.part`."""
     some_far = gmem.auxiliary.any_far[0] > 0
     wanted = some_far if launch.part is Part.ALL_IF_FAR else ~some_far
-    pl.when(wanted)(functools.partial(kernel, launch, names, kept, gmem, *refs))
+    pl.when(wanted)(functools.partial(run, launch, names, kept, gmem, *refs))
 
 
-def run_kv_tile(
+def cta_of_kv_tile(
     launch: Launch,
     results: dict[str, Any],
     gmem: BackwardArrays,
     smem: FusedSmem,
     pair,
     block,
-):
-    """Runs a CTA that has one KV tile: of a pair, the block counted from the first key."""
+) -> FusedCta:
+    """Returns a CTA that has one KV tile: of a pair, the block counted from the first key."""
     parts = launch.blocks.split_q
-    tile = launch.kv_tile(gmem, pair, block)
+    tile = launch.kv_tile(pair, block)
     q_tiles = launch.q_tiles(gmem, tile, block)
     if parts > 1 and isinstance(q_tiles, QTileRange):
         part = lax.axis_index("part")
         results = results | {name: results[name].at[part] for name in ("dk", "dv")}
         q_tiles = q_tiles.cut(part, parts)
-    cta = cta_at(launch, (results, gmem, smem), tile, q_tiles)
-    run = functools.partial(run_roles, cta)
-    if launch.part is Part.NEAR:
-        pl.when(gmem.auxiliary.far[cta.batch, cta.kv_head] == 0)(run)
-    elif parts == 1:
-        run_roles(cta)
-    else:
-        pl.when(q_tiles.total > 0)(run)
-        nothing = (q_tiles.total == 0) & (cta.wg < WARPGROUPS)
-        pl.when(nothing)(functools.partial(write_zeros, cta))
+    return cta_at(launch, (results, gmem, smem), tile, q_tiles)
 
 
 def cta_of_pair(
-    launch: Launch,
-    results: dict[str, Any],
-    gmem: BackwardArrays,
-    smem: FusedSmem,
+    launch: Launch, results: dict[str, Any], gmem: BackwardArrays, smem: FusedSmem
 ) -> FusedCta:
     """Returns a CTA that has all KV tiles of a pair, which all have the same range of Q tiles."""
     kv_tiles, zero = launch.kv_tiles_of_pair(gmem), jnp.int32(0)
     (batch, *_), blocks = kv_tiles[1](zero), launch.blocks
     q_tiles = QTileRange.whole(launch.problem, gmem, batch, blocks.block_kv, blocks.block_q)
     make = functools.partial(PairCta, kv_tiles=kv_tiles)
-    return cta_at(launch, (results, gmem, smem), (zero, zero, zero, 0), q_tiles, make)
+    return cta_at(launch, (results, gmem, smem), (zero, zero, zero), q_tiles, make)
 
 
 def cta_at(
@@ -149,18 +157,22 @@ def cta_at(
     make: Callable[..., FusedCta] = FusedCta,
 ) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
-    blocks, (results, gmem, smem) = launch.blocks, refs
+    (results, gmem, smem), (batch, kv_head, kv_start) = refs, tile
     return make(
         launch=launch,
+        problem=launch.problem,
+        blocks=launch.blocks,
+        interpret=launch.interpret,
         gmem=gmem,
         results=results,
         smem=smem,
-        swizzles=swizzles_of_k_and_v(launch.problem, blocks, gmem),
+        swizzles=swizzles_of_k_and_v(launch.problem, launch.blocks, gmem),
         q=smem.q_ring,
         do=smem.do_ring,
-        kv=smem.kv_ring,
-        tile=tile,
-        q_tiles=dataclasses.replace(q_tiles, opaque=blocks.ping_pong),
+        batch=batch,
+        kv_head=kv_head,
+        kv_start=kv_start,
+        q_tiles=dataclasses.replace(q_tiles, opaque=launch.blocks.ping_pong),
         wg=lax.axis_index("wg"),
     )
 
@@ -189,7 +201,7 @@ def consume(cta: FusedCta):
     else:
         cta = start_inline_loads(cta)
     sums = [plgpu.ACC((WARPGROUP_ROWS, cta.problem.head_dim), jnp.float32)] * 2
-    cta.visit(lambda cta: pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums))
+    cta.visit(consume_kv_tile, *sums)
     if cta.blocks.split_q == 1:
         plgpu.wait_smem_to_gmem(0)
     if cta.blocks.sums_bias:
@@ -206,7 +218,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     if part not in LOOKS_AT_NONE:  # not 0 if rows of the group are shifted; None: none can be
         # Loaded before the wait for K and V, which takes as long as this load.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
-    cta.kv.wait_full(cta.kv_index)
+    cta.smem.kv_ring.wait_full(cta.kv_index)
     if cta.blocks.whole_dq:
         v = cta.smem.v.at[0, warpgroup_rows(cta.wg)]
         cta = dataclasses.replace(cta, held_v=plgpu.load(v, layout=inline.WGMMA))
@@ -268,43 +280,33 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
     if v is None:
         v = cta.smem.v.at[0, keys]
     q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
-    of_scores = functools.partial(
-        early_weights, cta, rows, (n, block), tile, masked=masked, far=far
-    )
     # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
     accumulator = plgpu.ACC((WARPGROUP_ROWS, blocks.block_q), jnp.float32)
     # The shift of every column leaves no registers for dP^T next to S^T.
     dp_is_late = late_dp(problem) or far is not None
+    to_early = functools.partial(early_weights, cta, rows, (n, block), tile, masked, far)
 
-    cta.q.wait_full(n)
-
-    @functools.partial(pl.run_scoped, s_acc=accumulator)
-    def tiles(s_acc):
+    def scores(s_acc):
         plgpu.wgmma(s_acc, k, q.transpose((1, 0)))  # (1) S^T = K Q^T
         if dp_is_late:
-            return of_scores(s=plgpu.wgmma_accumulator_load(s_acc, wait_n=0))
+            return to_early(plgpu.wgmma_accumulator_load(s_acc, wait_n=0))
         cta.do.wait_full(n)
+        return pl.run_scoped(functools.partial(score_gradients, s_acc, None), accumulator)
 
-        @functools.partial(pl.run_scoped, dp_acc=accumulator)
-        def p_and_ds(dp_acc):
-            plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
-            schedule.scores_issued(cta, n)
-            early = of_scores(s=plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
-            return late_weights(cta, n, tile, early, dp_acc)
+    def score_gradients(s_acc, early, dp_acc):
+        plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
+        schedule.scores_issued(cta, n)
+        if not dp_is_late:
+            early = to_early(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
+        return late_weights(cta, n, tile, early, dp_acc)
 
-        return p_and_ds
-
+    cta.q.wait_full(n)
+    tiles = pl.run_scoped(scores, accumulator)
     if dp_is_late:
-        narrow = far is not None and narrows(cta, masked)
-        early = narrowed(tiles, problem.dtype) if narrow else tiles
+        if far is not None and narrows(cta, masked):
+            tiles = narrowed(tiles, problem.dtype)
         cta.do.wait_full(n)
-
-        @functools.partial(pl.run_scoped, dp_acc=accumulator)
-        def tiles(dp_acc):
-            plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
-            schedule.scores_issued(cta, n)
-            return late_weights(cta, n, tile, early, dp_acc)
-
+        tiles = pl.run_scoped(functools.partial(score_gradients, None, tiles), accumulator)
     p, ds = tiles
     schedule.gradients(cta, n, p, ds, *sums)  # (3) dV += P^T dO, (4) dK += dS^T Q, (5) dQ = dS K
 
@@ -316,7 +318,8 @@ def epilogue(cta: FusedCta, dk, dv):
     cta.smem.k[0, keys] = dk.astype(cta.problem.dtype)
     cta.smem.v[0, keys] = dv.astype(cta.problem.dtype)
     plgpu.commit_smem()
-    dk_at, dv_at = (rows_of(cta.results[name], cta.own_keys, cta.smem.k) for name in ("dk", "dv"))
+    dk_at = rows_of(cta.results["dk"], cta.own_keys, cta.smem.k)
+    dv_at = rows_of(cta.results["dv"], cta.own_keys, cta.smem.k)
     plgpu.copy_smem_to_gmem(cta.smem.k.at[0, keys], dk_at, commit_group=False)
     plgpu.copy_smem_to_gmem(cta.smem.v.at[0, keys], dv_at)
     cta.release_kv()
@@ -366,7 +369,7 @@ def load(cta: FusedCta):
 
 def load_kv_tile(cta: FusedCta):
     """Loads K and V once, then Q, LSE, dO and delta of every Q tile."""
-    cta.kv.wait_empty(cta.kv_index)
+    cta.smem.kv_ring.wait_empty(cta.kv_index)
     load_kv(cta)
 
     @pl.loop(jnp.int32(0), cta.q_tiles.total)
@@ -382,7 +385,7 @@ def load_kv(cta: FusedCta):
     block = lax.div(cta.kv_start, jnp.int32(cta.blocks.block_kv))
     load_k, load_v = loaders(cta, cta.gmem.kv_padding)
     source = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
-    k, v, full = cta.smem.k.at[0], cta.smem.v.at[0], cta.kv.full.at[0]
+    k, v, full = cta.smem.k.at[0], cta.smem.v.at[0], cta.smem.kv_ring.full.at[0]
     load_k(source(cta.gmem.k, keys), k, full, cta.batch, block)
     load_v(source(cta.gmem.v, keys), v, full, cta.batch, block)
 
@@ -434,8 +437,8 @@ def bounds_of_rows(cta: FusedCta) -> plgpu.OOBFillMode:
 def loaders(cta: FusedCta, padding: Padding | None) -> list[Callable]:
     """Returns the loaders of Q and K, and of dO and V; their tiles may differ in swizzle."""
     threads = WARP if cta.blocks.producer else WARPGROUP
-    make = lambda swizzle: loader(padding, cta.smem.padded_full, swizzle, cta.interpret, threads)
-    return list(map(make, cta.swizzles))
+    arrived, interpret = cta.smem.padded_full, cta.interpret
+    return [loader(padding, arrived, swizzle, interpret, threads) for swizzle in cta.swizzles]
 
 
 def store_dq(cta: FusedCta):
@@ -477,22 +480,17 @@ def put_dq_tiles(
     parts = cta.blocks.dq_parts
     parts = tuple(reversed(parts)) if cta.blocks.ping_pong else parts
 
-    def put(n, wg):
-        plgpu.barrier_wait(cta.smem.dq_full.at[wg])
-        if own is not None and wg == parts[0]:
-            # After the wait for a later tile the stores before it have long been written.
-            pl.when((n == own.count) & (n > 0))(own.are_stored)
-        cta.put_dq(cta.query_tile(n), wg, reduction_op)
-
     @pl.loop(start, stop)
     def _(n):
-        if cta.blocks.ping_pong:
-            for wg in parts:
-                put(n, wg)
+        for wg in parts:
+            plgpu.barrier_wait(cta.smem.dq_full.at[wg])
+            if own is not None and wg == parts[0]:
+                # After the wait for a later tile the stores before it have long been written.
+                pl.when((n == own.count) & (n > 0))(own.are_stored)
+            cta.put_dq(cta.query_tile(n), wg, reduction_op)
+            if cta.blocks.ping_pong:
                 give_back(cta, n, wg, 0)
-        else:
-            for wg in parts:
-                put(n, wg)
+        if not cta.blocks.ping_pong:
             for returned, wg in enumerate(parts, start=1):
                 give_back(cta, n, wg, len(parts) - returned)
 
@@ -568,7 +566,10 @@ def backward_fused(
         gmem = gmem.with_any_far()
     results: dict[str, Any] = {}
     for launch in launches:
-        results = run_launch(launch, arrays, gmem, results)
+        arrays_of_launch = kept_and_made(launch, arrays, results)
+        run = functools.partial(run_kernel, launch, arrays, gmem)
+        kept, made = pl.run_state(run)(arrays_of_launch)  # XLA drops the zeros of `made`
+        results = kept | made
     dq = dq_sums.scaled_dq(problem, results["dq"])
     dbias = gradient_of_bias(problem, results["dbias"]) if blocks.sums_bias else None
     dk, dv = results["dk"], results["dv"]
@@ -577,13 +578,14 @@ def backward_fused(
     return dq, dk, dv, dbias
 
 
-def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, results):
-    """Runs one launch; returns `results` with what it adds and makes.
+def kept_and_made(
+    launch: Launch, arrays: BackwardArrays, results: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the results that a launch adds to, and zeros in place of those that it makes.
 
     Args:
         launch: which.
         arrays: operands, whose q, k and v have the shapes of gradients.
-        gmem: what the kernel reads.
         results: by name, those of launches before; see `Launch.result_shapes`.
     """
     shapes = launch.result_shapes(arrays)
@@ -593,28 +595,27 @@ def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, res
     if cleared := [name for name in ("dq", "dbias") if name in shapes and name not in kept]:
         sizes = [shapes[name].shape for name in cleared]
         kept |= zip(cleared, dq_sums.zeros(sizes, launch.interpret), strict=True)
-    made = {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
-    run = functools.partial(run_kernel, launch, arrays, gmem, tuple(made))
-    kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
-    return kept | made
+    return kept, {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
 
 
-def run_kernel(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, names, refs):
+def run_kernel(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, refs):
     """Runs the kernel of one launch.
 
     Args:
         launch: which.
         arrays: operands, whose q, k and v have the shapes of gradients.
         gmem: what the kernel reads.
-        names: names of what it makes.
         refs: (results that it adds to, results that it makes), by name.
     """
     kept, made = refs
     smem = scratch(launch.problem, launch.blocks, arrays, launch.interpret, launch.all_kv_tiles)
-    whole = launch.part in (Part.ALL_IF_NEAR, Part.ALL_IF_FAR)
-    run = launch_kernel(
-        functools.partial(kernel_of_calls if whole else kernel, launch, names, kept),
-        out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
+    in_sections = not (launch.all_kv_tiles or launch.in_order)
+    run = kernel_of_sections if in_sections and launch.pairs % launch.at_once else kernel
+    if launch.part in (Part.ALL_IF_NEAR, Part.ALL_IF_FAR):
+        run = functools.partial(kernel_of_calls, run)
+    call = launch_kernel(
+        functools.partial(run, launch, tuple(made), kept),
+        out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made.values()],
         scratch=(dq_sums.with_barriers(smem) if launch.stores_dq else smem,),
         grid=launch.grid,
         cluster=pipeline.cluster_axes(launch.blocks.bias_cluster),
@@ -622,5 +623,5 @@ def run_kernel(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, nam
         name="flash_pallas_backward_fused" + "_far" * launch.all_kv_tiles,
         interpret=launch.interpret,
     )
-    for name, x in zip(names, run(gmem), strict=True):
-        made[name][...] = x
+    for ref, x in zip(made.values(), call(gmem), strict=True):
+        ref[...] = x

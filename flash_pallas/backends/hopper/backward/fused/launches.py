@@ -62,11 +62,6 @@ class Part(enum.Enum):
     ALL_IF_FAR = "all if far"  # none, if no row has
 
 
-def _parts(tiles: int, wanted: bool) -> tuple[Part, ...]:
-    """Returns the launches in order: two where they are `wanted` and worth it."""
-    return (Part.NEAR, Part.FAR) if wanted and tiles >= ENOUGH else (Part.ALL,)
-
-
 # Operands that do not make small logits large, and do not decide which Q tiles a KV tile has,
 # except by a length.
 ALLOWED = {"sinks", "kv_lengths", "alibi_slopes", "dropout_keys", "score_params"}
@@ -111,8 +106,7 @@ def _leaves_calls(problem: Problem, tiles: int) -> bool:
 # A CTA has one KV tile. Only where there is a launch for rows with large logits, which hardly any
 # call has, a CTA of that launch takes all KV tiles of its pair, or none.
 
-# (batch entry, KV head, first key, shift): the shift is that of QTileRange
-KvTile = tuple[Any, Any, Any, Any]
+KvTile = tuple[Any, Any, Any]  # (batch entry, KV head, first key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +224,7 @@ class Launch:
 
         The number is 0 where no row of the pair, or of the call, has large logits.
         """
-        place = functools.partial(self.kv_tile, gmem, self.rank("first"))
+        place = functools.partial(self.kv_tile, self.rank("first"))
         blocks = jnp.int32(self.num_blocks)
         if self.part is Part.ALL_IF_FAR:  # which ends at once where there are none
             return blocks, place
@@ -238,14 +232,14 @@ class Launch:
         far = gmem.auxiliary.far[batch, kv_head]
         return lax.select(far > 0, blocks, jnp.int32(0)), place
 
-    def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
+    def kv_tile(self, pair, block) -> KvTile:
         """Returns the KV tile of a pair and a block, counted from the first key."""
         entries = jnp.int32(self.problem.batch)
         kv_head = lax.div(pair, entries)
         # With `rem`, 6 entries of 25 heads of 64 columns spill 32 bytes. Without a producer, where
         # ptxas has other registers, the quotient spills 16 bytes at head dim 128.
         batch = pair - kv_head * entries if self.blocks.producer else lax.rem(pair, entries)
-        return batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block)
+        return batch, kv_head, block * self.blocks.block_kv
 
     def shift(self, batch, block):
         """Returns the shift of a CTA's range of Q tiles: the tile that it starts with.
@@ -261,12 +255,13 @@ class Launch:
 
     def q_tiles(self, gmem: BackwardArrays, tile: KvTile, block) -> QTileRange | QTileList:
         """Returns the Q tiles of a KV tile, which is the `block`-th of its head."""
-        batch, kv_head, _, shift = tile
+        batch, kv_head, _ = tile
         size = self.blocks.block_kv, self.blocks.block_q
         if self.problem.is_listed:
             own_tile = batch, kv_head, block
             return QTileList.of(self.problem, gmem, own_tile, *size, mask_all=self.blocks.mask_all)
         own_tile, mask_all = (batch, block), self.blocks.mask_all
+        shift = self.shift(batch, block)
         return QTileRange.of(self.problem, gmem, own_tile, *size, mask_all=mask_all, shift=shift)
 
     def result_shapes(self, arrays: BackwardArrays) -> dict[str, Any]:
@@ -283,7 +278,8 @@ class Launch:
         # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
         # (1.00x).
         sums = (problem.batch, arrays.q.shape[1], problem.q_heads, problem.head_dim)
-        dk, dv = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (arrays.k, arrays.v))
+        dk = jax.ShapeDtypeStruct(arrays.k.shape, problem.dtype)
+        dv = jax.ShapeDtypeStruct(arrays.v.shape, problem.dtype)
         if blocks.split_q > 1:  # whole tiles, as what writes them knows no ends
             rows = self.num_blocks * blocks.block_kv
             keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
@@ -298,9 +294,7 @@ class Launch:
         return shapes
 
 
-def launches_of(
-    problem: Problem, blocks: FusedBlocks, interpret: bool = False
-) -> tuple[Launch, ...]:
+def launches_of(problem: Problem, blocks: FusedBlocks, interpret: bool = False) -> list[Launch]:
     """Returns the launches of a call, in order."""
     launch = Launch(problem, blocks, interpret)
     tiles = launch.pairs * launch.num_blocks
@@ -309,10 +303,10 @@ def launches_of(
     else:
         # Nothing else was tried.
         may_leave = blocks.producer and blocks.split_q == blocks.bias_cluster == 1
-        chosen = _parts(tiles, may_leave and _leaves_pairs(problem))
-    launches = (dataclasses.replace(launch, part=part) for part in chosen)
-    far = for_far_rows(blocks)
-    return tuple(dataclasses.replace(x, blocks=far) if x.all_kv_tiles else x for x in launches)
+        leaves = may_leave and tiles >= ENOUGH and _leaves_pairs(problem)
+        chosen = (Part.NEAR, Part.FAR) if leaves else (Part.ALL,)
+    far, launches = for_far_rows(blocks), [dataclasses.replace(launch, part=x) for x in chosen]
+    return [dataclasses.replace(x, blocks=far) if x.all_kv_tiles else x for x in launches]
 
 
 def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
@@ -377,27 +371,32 @@ class FusedCta:
     """The refs and the place of one CTA, as one of its warpgroups sees them.
 
     Attributes:
-        launch: what is the same for all CTAs: the problem, tile sizes and the order of KV tiles.
+        launch: what is the same for all CTAs: the order of KV tiles.
+        problem, blocks, interpret: of the launch.
         gmem: operands in device memory.
         results: dq, dk, dv and dbias in device memory: see `Launch.result_shapes`.
         smem: shared memory, with the mbarriers.
         swizzles: of K and Q, and of V and dO, in shared memory, in bytes.
-        q, do, kv: rings of Q, of dO, and of K with V.
-        tile: the KV tile.
+        q, do: rings of Q and of dO.
+        batch, kv_head, kv_start: the KV tile.
         q_tiles: its Q tiles.
         wg: number of the warpgroup; an int with `FusedBlocks.whole_dq`.
         held_v: V of this warpgroup's keys in registers, with `FusedBlocks.whole_dq`.
     """
 
     launch: Launch
+    problem: Problem
+    blocks: FusedBlocks
+    interpret: bool
     gmem: BackwardArrays
     results: dict[str, Any]
     smem: FusedSmem
     swizzles: tuple[int, int]
     q: Ring
     do: Ring
-    kv: Ring
-    tile: KvTile
+    batch: Any
+    kv_head: Any
+    kv_start: Any
     q_tiles: QTileRange | QTileList
     wg: Any
     held_v: Any = None
@@ -405,41 +404,12 @@ class FusedCta:
     kv_index = 0  # number of the KV tile among those of this CTA
     before = 0  # number of Q tiles of the KV tiles before this one
 
-    @property
-    def problem(self) -> Problem:
-        """Problem with the head dims that the kernel runs."""
-        return self.launch.problem
-
-    @property
-    def blocks(self) -> FusedBlocks:
-        """Tile sizes of the launch."""
-        return self.launch.blocks
-
-    @property
-    def interpret(self) -> bool:
-        """True under the interpreter."""
-        return self.launch.interpret
-
-    @property
-    def batch(self):
-        """Batch entry of the KV tile."""
-        return self.tile[0]
-
-    @property
-    def kv_head(self):
-        """Head of the KV tile."""
-        return self.tile[1]
-
-    @property
-    def kv_start(self):
-        """First key of the KV tile."""
-        return self.tile[2]
-
     # --- one KV tile; a PairCta has several ------------------------------------------------------
 
-    def visit(self, body: Callable[[FusedCta], None]):
-        """Calls body(cta) for every KV tile of this CTA."""
-        body(self)
+    def visit(self, body: Callable, *accumulators):
+        """Calls body(cta, *accumulators) for every KV tile of this CTA; each has its own."""
+        run = functools.partial(body, self)
+        pl.run_scoped(run, *accumulators) if accumulators else run()
 
     def again(self) -> FusedCta:
         """Returns this record with its place computed anew, where loops would hold it."""
@@ -483,8 +453,9 @@ class FusedCta:
         Addresses that two loops have in common are held over both: 28 bytes of spills at head dim
         64, which the first of them, the one that matters, loads again in every step.
         """
-        tile, q_tiles = tuple(map(_opaque, self.tile)), self.q_tiles.apart(_opaque)
-        return dataclasses.replace(self.anew(), tile=tile, q_tiles=q_tiles)
+        tile = {name: _opaque(getattr(self, name)) for name in ("batch", "kv_head", "kv_start")}
+        q_tiles = self.q_tiles.apart(_opaque)
+        return dataclasses.replace(self.anew(), **tile, q_tiles=q_tiles)
 
     # --- places ----------------------------------------------------------------------------------
 
@@ -589,18 +560,25 @@ class PairCta(FusedCta):
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] = dataclasses.field(kw_only=True)
     kv_index: Any = 0
 
-    def visit(self, body: Callable[[FusedCta], None]):
-        """Calls body(cta) for every KV tile, in a loop."""
-        pl.loop(jnp.int32(0), self.kv_tiles[0])(lambda n: body(self.at_kv_tile(n)))
+    def visit(self, body: Callable, *accumulators):
+        """Calls body(cta, *accumulators) for every KV tile, in a loop."""
+
+        @pl.loop(jnp.int32(0), self.kv_tiles[0])
+        def _(n):
+            FusedCta.visit(self.at_kv_tile(n), body, *accumulators)
 
     def at_kv_tile(self, n) -> PairCta:
         """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
-        tile = self.kv_tiles[1](n)
-        q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
-        cta = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
-        before = cta.before
+        batch, kv_head, kv_start = self.kv_tiles[1](n)
+        q_tiles = dataclasses.replace(self.q_tiles, shift=self.launch.shift(batch, n))
+        before = n * q_tiles.total
         return dataclasses.replace(
-            cta,
+            self,
+            kv_index=n,
+            batch=batch,
+            kv_head=kv_head,
+            kv_start=kv_start,
+            q_tiles=q_tiles,
             q=dataclasses.replace(self.q, before=before),
             do=dataclasses.replace(self.do, before=before),
         )
@@ -615,12 +593,12 @@ class PairCta(FusedCta):
 
     def drain_kv(self):
         """Waits, as the loading warp, until K and V of all KV tiles have been read."""
-        self.kv.drain(self.kv_tiles[0])
+        self.smem.kv_ring.drain(self.kv_tiles[0])
 
     def release_kv(self):
         """Gives K and V back, in which dK and dV were staged."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.kv.release(self.kv_index)
+        self.smem.kv_ring.release(self.kv_index)
 
     @property
     def before(self):
