@@ -146,7 +146,7 @@ def cta_of_pair(
     (batch, *_), blocks = kv_tiles[1](zero), launch.blocks
     q_tiles = QTileRange.whole(launch.problem, gmem, batch, blocks.block_kv, blocks.block_q)
     make = functools.partial(PairCta, kv_tiles=kv_tiles)
-    return cta_at(launch, (results, gmem, smem), (zero, zero, zero), q_tiles, make)
+    return cta_at(launch, (results, gmem, smem), (zero, zero, zero, 0), q_tiles, make)
 
 
 def cta_at(
@@ -157,7 +157,7 @@ def cta_at(
     make: Callable[..., FusedCta] = FusedCta,
 ) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
-    (results, gmem, smem), (batch, kv_head, kv_start) = refs, tile
+    (results, gmem, smem), (batch, kv_head, kv_start, shift) = refs, tile
     return make(
         launch=launch,
         problem=launch.problem,
@@ -172,6 +172,7 @@ def cta_at(
         batch=batch,
         kv_head=kv_head,
         kv_start=kv_start,
+        shift=shift,
         q_tiles=dataclasses.replace(q_tiles, opaque=launch.blocks.ping_pong),
         wg=lax.axis_index("wg"),
     )
@@ -318,8 +319,9 @@ def epilogue(cta: FusedCta, dk, dv):
     cta.smem.k[0, keys] = dk.astype(cta.problem.dtype)
     cta.smem.v[0, keys] = dv.astype(cta.problem.dtype)
     plgpu.commit_smem()
-    dk_at = rows_of(cta.results["dk"], cta.own_keys, cta.smem.k)
-    dv_at = rows_of(cta.results["dv"], cta.own_keys, cta.smem.k)
+    own_keys = cta.own_keys
+    dk_at = rows_of(cta.results["dk"], own_keys, cta.smem.k)
+    dv_at = rows_of(cta.results["dv"], own_keys, cta.smem.k)
     plgpu.copy_smem_to_gmem(cta.smem.k.at[0, keys], dk_at, commit_group=False)
     plgpu.copy_smem_to_gmem(cta.smem.v.at[0, keys], dv_at)
     cta.release_kv()
@@ -374,7 +376,7 @@ def load_kv_tile(cta: FusedCta):
 
     @pl.loop(jnp.int32(0), cta.q_tiles.total)
     def _(n):
-        place = place_of(cta, n)
+        place = cta.query_tile(n)
         load_q(cta, n, place)
         load_do(cta, n, place)
 
@@ -388,11 +390,6 @@ def load_kv(cta: FusedCta):
     k, v, full = cta.smem.k.at[0], cta.smem.v.at[0], cta.smem.kv_ring.full.at[0]
     load_k(source(cta.gmem.k, keys), k, full, cta.batch, block)
     load_v(source(cta.gmem.v, keys), v, full, cta.batch, block)
-
-
-def place_of(cta: FusedCta, n):
-    """Returns (query head, rows, Q block) of the n-th Q tile."""
-    return *cta.query_tile(n), cta.q_tiles[n][1]
 
 
 def load_q(cta: FusedCta, n, place):
@@ -509,7 +506,7 @@ def give_back(cta: FusedCta, n, wg: int, in_flight: int):
 
 def start_inline_loads(cta: FusedCta) -> FusedCta:
     """Loads what the Q tiles start with; returns the CTA with rings that refill on release."""
-    load = lambda load_tile: lambda n: load_tile(cta, n, place_of(cta, n))
+    load = lambda load_tile: lambda n: load_tile(cta, n, cta.query_tile(n))
     q, do = pipeline.load_inline(
         cta.wg == WARPGROUPS - 1,
         lambda: cta.q_tiles.total,

@@ -106,7 +106,8 @@ def _leaves_calls(problem: Problem, tiles: int) -> bool:
 # A CTA has one KV tile. Only where there is a launch for rows with large logits, which hardly any
 # call has, a CTA of that launch takes all KV tiles of its pair, or none.
 
-KvTile = tuple[Any, Any, Any]  # (batch entry, KV head, first key)
+# (batch entry, KV head, first key, shift): the shift is that of QTileRange
+KvTile = tuple[Any, Any, Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +240,7 @@ class Launch:
         # With `rem`, 6 entries of 25 heads of 64 columns spill 32 bytes. Without a producer, where
         # ptxas has other registers, the quotient spills 16 bytes at head dim 128.
         batch = pair - kv_head * entries if self.blocks.producer else lax.rem(pair, entries)
-        return batch, kv_head, block * self.blocks.block_kv
+        return batch, kv_head, block * self.blocks.block_kv, self.shift(batch, block)
 
     def shift(self, batch, block):
         """Returns the shift of a CTA's range of Q tiles: the tile that it starts with.
@@ -255,13 +256,12 @@ class Launch:
 
     def q_tiles(self, gmem: BackwardArrays, tile: KvTile, block) -> QTileRange | QTileList:
         """Returns the Q tiles of a KV tile, which is the `block`-th of its head."""
-        batch, kv_head, _ = tile
+        batch, kv_head, _, shift = tile
         size = self.blocks.block_kv, self.blocks.block_q
         if self.problem.is_listed:
             own_tile = batch, kv_head, block
             return QTileList.of(self.problem, gmem, own_tile, *size, mask_all=self.blocks.mask_all)
         own_tile, mask_all = (batch, block), self.blocks.mask_all
-        shift = self.shift(batch, block)
         return QTileRange.of(self.problem, gmem, own_tile, *size, mask_all=mask_all, shift=shift)
 
     def result_shapes(self, arrays: BackwardArrays) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class Launch:
             dk = dv = float32((blocks.split_q, *keys))
         shapes = {"dq": float32(sums), "dk": dk, "dv": dv}
         if self.stores_dq:
-            shapes["stored"] = dq_sums.flags(self.pairs)
+            shapes["stored"] = jax.ShapeDtypeStruct((self.pairs,), jnp.int32)
         if blocks.sums_bias:
             keys = self.num_blocks * blocks.block_kv
             queries = ints.round_up(problem.q_len, blocks.block_q)
@@ -378,7 +378,7 @@ class FusedCta:
         smem: shared memory, with the mbarriers.
         swizzles: of K and Q, and of V and dO, in shared memory, in bytes.
         q, do: rings of Q and of dO.
-        batch, kv_head, kv_start: the KV tile.
+        batch, kv_head, kv_start, shift: the KV tile; see `KvTile`.
         q_tiles: its Q tiles.
         wg: number of the warpgroup; an int with `FusedBlocks.whole_dq`.
         held_v: V of this warpgroup's keys in registers, with `FusedBlocks.whole_dq`.
@@ -397,6 +397,7 @@ class FusedCta:
     batch: Any
     kv_head: Any
     kv_start: Any
+    shift: Any
     q_tiles: QTileRange | QTileList
     wg: Any
     held_v: Any = None
@@ -453,20 +454,21 @@ class FusedCta:
         Addresses that two loops have in common are held over both: 28 bytes of spills at head dim
         64, which the first of them, the one that matters, loads again in every step.
         """
-        tile = {name: _opaque(getattr(self, name)) for name in ("batch", "kv_head", "kv_start")}
+        names = ("batch", "kv_head", "kv_start", "shift")
+        tile = {name: _opaque(getattr(self, name)) for name in names}
         q_tiles = self.q_tiles.apart(_opaque)
         return dataclasses.replace(self.anew(), **tile, q_tiles=q_tiles)
 
     # --- places ----------------------------------------------------------------------------------
 
     def query_tile(self, n):
-        """Returns (query head, rows) of the n-th Q tile."""
+        """Returns (query head, rows, Q block) of the n-th Q tile."""
         (head, block), block_q = self.q_tiles[n], self.blocks.block_q
-        return self.kv_head * self.problem.group + head, pl.ds(block * block_q, block_q)
+        return self.kv_head * self.problem.group + head, pl.ds(block * block_q, block_q), block
 
     def place(self, n) -> Place:
         """Returns the Place of the n-th Q tile against all keys of the KV tile."""
-        head, queries = self.query_tile(n)
+        head, queries, _ = self.query_tile(n)
         rows, columns = self.blocks.block_kv, self.blocks.block_q
         return Place(self.batch, head, self.kv_start, queries.start, rows, columns)
 
@@ -510,7 +512,7 @@ class FusedCta:
 
         `reduction_op`: None to store it.
         """
-        (head, rows), batch = tile, self.batch
+        (head, rows, _), batch = tile, self.batch
         if self.blocks.dq_by_rows:
             size = self.dq_shape[0]
             index = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
@@ -569,8 +571,8 @@ class PairCta(FusedCta):
 
     def at_kv_tile(self, n) -> PairCta:
         """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
-        batch, kv_head, kv_start = self.kv_tiles[1](n)
-        q_tiles = dataclasses.replace(self.q_tiles, shift=self.launch.shift(batch, n))
+        batch, kv_head, kv_start, shift = self.kv_tiles[1](n)
+        q_tiles = dataclasses.replace(self.q_tiles, shift=shift)
         before = n * q_tiles.total
         return dataclasses.replace(
             self,
@@ -578,6 +580,7 @@ class PairCta(FusedCta):
             batch=batch,
             kv_head=kv_head,
             kv_start=kv_start,
+            shift=shift,
             q_tiles=q_tiles,
             q=dataclasses.replace(self.q, before=before),
             do=dataclasses.replace(self.do, before=before),
@@ -595,15 +598,15 @@ class PairCta(FusedCta):
         """Waits, as the loading warp, until K and V of all KV tiles have been read."""
         self.smem.kv_ring.drain(self.kv_tiles[0])
 
-    def release_kv(self):
-        """Gives K and V back, in which dK and dV were staged."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.smem.kv_ring.release(self.kv_index)
-
     @property
     def before(self):
         """Number of Q tiles of the KV tiles before this one."""
         return self.kv_index * self.q_tiles.total
+
+    def release_kv(self):
+        """Gives K and V back, in which dK and dV were staged."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.smem.kv_ring.release(self.kv_index)
 
     @property
     def total(self):
