@@ -202,7 +202,10 @@ def consume(cta: FusedCta):
     else:
         cta = start_inline_loads(cta)
     sums = [plgpu.ACC((WARPGROUP_ROWS, cta.problem.head_dim), jnp.float32)] * 2
-    cta.visit(consume_kv_tile, *sums)
+    if isinstance(cta, PairCta):
+        cta.visit(lambda cta: pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums))
+    else:
+        pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums)
     if cta.blocks.split_q == 1:
         plgpu.wait_smem_to_gmem(0)
     if cta.blocks.sums_bias:
@@ -242,7 +245,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
 
     dk, dv = dk_acc[...], dv_acc[...]
     dk, dv = dk * problem.spec.scale, dv if cta.blocks.signs else score_tile.gained(problem, dv)
-    cta = cta.again()
+    cta = cta.again() if isinstance(cta, PairCta) else cta
     if cta.blocks.split_q == 1:
         epilogue(cta, dk, dv)
     else:
@@ -324,7 +327,9 @@ def epilogue(cta: FusedCta, dk, dv):
     dv_at = rows_of(cta.results["dv"], own_keys, cta.smem.k)
     plgpu.copy_smem_to_gmem(cta.smem.k.at[0, keys], dk_at, commit_group=False)
     plgpu.copy_smem_to_gmem(cta.smem.v.at[0, keys], dv_at)
-    cta.release_kv()
+    if isinstance(cta, PairCta):  # the next KV tile is loaded there
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        cta.smem.kv_ring.release(cta.kv_index)
 
 
 def epilogue_of_part(cta: FusedCta, dk, dv):
@@ -363,10 +368,14 @@ def produce(cta: FusedCta):
 
 def load(cta: FusedCta):
     """Issues all loads of this CTA, then waits for the release of their slots."""
-    cta.visit(load_kv_tile)
+    if isinstance(cta, PairCta):
+        cta.visit(load_kv_tile)
+    else:
+        load_kv_tile(cta)
     cta.q.drain(cta.total)
     cta.do.drain(cta.total)
-    cta.drain_kv()
+    if isinstance(cta, PairCta):
+        cta.smem.kv_ring.drain(cta.kv_tiles[0])
 
 
 def load_kv_tile(cta: FusedCta):
@@ -439,23 +448,13 @@ def loaders(cta: FusedCta, padding: Padding | None) -> list[Callable]:
 
 
 def store_dq(cta: FusedCta):
-    """Adds each warpgroup's part of every dQ tile to the float32 buffer in device memory."""
-    cta.visit(store_dq_of_kv_tile)
-    plgpu.wait_smem_to_gmem(0)
+    """Adds each warpgroup's part of every dQ tile to the float32 buffer in device memory.
 
-
-def store_dq_of_kv_tile(cta: FusedCta):
-    """Adds the dQ tiles of one KV tile, or stores those that no CTA has written before."""
+    Or stores it, where no CTA has written before.
+    """
     total, zero = cta.q_tiles.total, jnp.int32(0)
-    if cta.launch.all_kv_tiles:  # no other CTA adds to dQ of this pair
-
-        @pl.when(cta.kv_index == 0)
-        def _():
-            put_dq_tiles(cta, zero, total, None)
-            plgpu.wait_smem_to_gmem(0)
-            inline.fence_copies()
-
-        pl.when(cta.kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
+    if isinstance(cta, PairCta):
+        cta.visit(store_dq_of_kv_tile)
     elif cta.launch.stores_dq:
         own = cta.own_tiles
         put_dq_tiles(cta, zero, own.count, None)
@@ -464,6 +463,20 @@ def store_dq_of_kv_tile(cta: FusedCta):
         pl.when(own.count == total)(own.are_stored)
     else:
         put_dq_tiles(cta, zero, total)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def store_dq_of_kv_tile(cta: PairCta):
+    """Stores the dQ tiles of the first KV tile of a pair, to which no other CTA adds."""
+    total, zero = cta.q_tiles.total, jnp.int32(0)
+
+    @pl.when(cta.kv_index == 0)
+    def _():
+        put_dq_tiles(cta, zero, total, None)
+        plgpu.wait_smem_to_gmem(0)
+        inline.fence_copies()
+
+    pl.when(cta.kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
 
 
 def put_dq_tiles(

@@ -407,21 +407,6 @@ class FusedCta:
 
     # --- one KV tile; a PairCta has several ------------------------------------------------------
 
-    def visit(self, body: Callable, *accumulators):
-        """Calls body(cta, *accumulators) for every KV tile of this CTA; each has its own."""
-        run = functools.partial(body, self)
-        pl.run_scoped(run, *accumulators) if accumulators else run()
-
-    def again(self) -> FusedCta:
-        """Returns this record with its place computed anew, where loops would hold it."""
-        return self
-
-    def drain_kv(self):
-        """Waits, as the loading warp, until K and V of all KV tiles have been read."""
-
-    def release_kv(self):
-        """Gives K and V back, in which dK and dV were staged."""
-
     @property
     def total(self):
         """Number of Q tiles of all KV tiles of this CTA."""
@@ -562,12 +547,9 @@ class PairCta(FusedCta):
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] = dataclasses.field(kw_only=True)
     kv_index: Any = 0
 
-    def visit(self, body: Callable, *accumulators):
-        """Calls body(cta, *accumulators) for every KV tile, in a loop."""
-
-        @pl.loop(jnp.int32(0), self.kv_tiles[0])
-        def _(n):
-            FusedCta.visit(self.at_kv_tile(n), body, *accumulators)
+    def visit(self, body: Callable[[PairCta], None]):
+        """Calls body(cta) for every KV tile, in a loop."""
+        pl.loop(jnp.int32(0), self.kv_tiles[0])(lambda n: body(self.at_kv_tile(n)))
 
     def at_kv_tile(self, n) -> PairCta:
         """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
@@ -586,7 +568,7 @@ class PairCta(FusedCta):
             do=dataclasses.replace(self.do, before=before),
         )
 
-    def again(self) -> FusedCta:
+    def again(self) -> PairCta:
         """Returns this record with its place computed anew, where loops would hold it."""
         return self.anew().at_kv_tile(lax.optimization_barrier(self.kv_index))
 
@@ -594,19 +576,10 @@ class PairCta(FusedCta):
         """Returns this record with numbers from which nothing is shared with another loop."""
         return dataclasses.replace(super().apart(), kv_index=_opaque(self.kv_index))
 
-    def drain_kv(self):
-        """Waits, as the loading warp, until K and V of all KV tiles have been read."""
-        self.smem.kv_ring.drain(self.kv_tiles[0])
-
     @property
     def before(self):
         """Number of Q tiles of the KV tiles before this one."""
         return self.kv_index * self.q_tiles.total
-
-    def release_kv(self):
-        """Gives K and V back, in which dK and dV were staged."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.smem.kv_ring.release(self.kv_index)
 
     @property
     def total(self):
