@@ -11,7 +11,7 @@ come out of the registers as left operands of the matmuls that consume them:
     (5) dQ   = dS K            shared (dS^T of both warpgroups, read transposed) x shared
 
 `step` is one step of a compute warpgroup. The order in which the two warpgroups run (3) to (5) is
-that of `Lockstep` or `PingPong`, below it.
+that of `Lockstep` or `PingPong`, in gradients.py.
 
 dK and dV stay in registers for all Q tiles. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add, or

@@ -25,7 +25,7 @@ from ...common.auxiliary_inputs import Place
 from ...common.pipeline import Ring, fits
 from .. import dq_sums
 from ..dq_sums import OwnTiles
-from ..operands import BackwardArrays, QTileList, QTileRange
+from ..operands import BackwardArrays, QTileList, QTileRange, unshared
 from .tiles import (
     FusedBlocks,
     FusedSmem,
@@ -429,9 +429,7 @@ class FusedCta:
         ptxas holds addresses and descriptors made from `wg` over the loop, and at head dim 64 they
         spill (36 bytes; 60 to 190 for those of K and V).
         """
-        if ints.is_static(self.wg):
-            return self
-        return dataclasses.replace(self, wg=lax.optimization_barrier(self.wg))
+        return dataclasses.replace(self, wg=unshared(self.wg))
 
     def apart(self) -> FusedCta:
         """Returns this record with numbers from which nothing is shared with another loop.
@@ -440,8 +438,8 @@ class FusedCta:
         64, which the first of them, the one that matters, loads again in every step.
         """
         names = ("batch", "kv_head", "kv_start", "shift")
-        tile = {name: _opaque(getattr(self, name)) for name in names}
-        q_tiles = self.q_tiles.apart(_opaque)
+        tile = {name: unshared(getattr(self, name)) for name in names}
+        q_tiles = self.q_tiles.apart()
         return dataclasses.replace(self.anew(), **tile, q_tiles=q_tiles)
 
     # --- places ----------------------------------------------------------------------------------
@@ -531,10 +529,6 @@ class FusedCta:
         plgpu.barrier_wait(self.smem.met)
 
 
-def _opaque(x):
-    return x if ints.is_static(x) else lax.optimization_barrier(x)
-
-
 @dataclasses.dataclass(frozen=True)
 class PairCta(FusedCta):
     """A CTA that takes all KV tiles of a pair, one after the other: `Launch.all_kv_tiles`.
@@ -574,7 +568,7 @@ class PairCta(FusedCta):
 
     def apart(self) -> FusedCta:
         """Returns this record with numbers from which nothing is shared with another loop."""
-        return dataclasses.replace(super().apart(), kv_index=_opaque(self.kv_index))
+        return dataclasses.replace(super().apart(), kv_index=unshared(self.kv_index))
 
     @property
     def before(self):
