@@ -351,7 +351,7 @@ def add_dq(cta: FusedCta, n):
     if cta.blocks.producer:
         plgpu.barrier_arrive(cta.smem.dq_full.at[cta.wg])
     else:
-        cta.put_dq(cta.query_tile(n), cta.wg)
+        cta.put_dq(n, cta.wg)
 
 
 def await_sums(cta: FusedCta, n):

@@ -497,7 +497,7 @@ def put_dq_tiles(
             if own is not None and wg == parts[0]:
                 # After the wait for a later tile the stores before it have long been written.
                 pl.when((n == own.count) & (n > 0))(own.are_stored)
-            cta.put_dq(cta.query_tile(n), wg, reduction_op)
+            cta.put_dq(n, wg, reduction_op)
             if cta.blocks.ping_pong:
                 give_back(cta, n, wg, 0)
         if not cta.blocks.ping_pong:

@@ -490,12 +490,12 @@ class FusedCta:
             others_stored=smem.others_stored,
         )
 
-    def put_dq(self, tile, wg, reduction_op: Literal["add"] | None = "add"):
-        """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory.
+    def put_dq(self, n, wg, reduction_op: Literal["add"] | None = "add"):
+        """Starts to add a warpgroup's part of the n-th dQ tile to device memory.
 
         `reduction_op`: None to store it.
         """
-        (head, rows, _), batch = tile, self.batch
+        (head, rows, _), batch = self.query_tile(n), self.batch
         if self.blocks.dq_by_rows:
             size = self.dq_shape[0]
             index = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
