@@ -313,7 +313,8 @@ def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     """Returns `blocks` as `problem` can run them.
 
     It may be a shard of the call that they were chosen for, and have fewer batch entries that share
-    a bias than a cluster has CTAs.
+    a bias than a cluster has CTAs. Modifiers may rule out `signs` and `defer`, which callers can
+    ask for.
     """
     signs = blocks.signs and score_tile.may_sign(problem)
     defer = blocks.defer and score_tile.may_defer(problem)
