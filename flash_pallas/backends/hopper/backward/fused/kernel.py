@@ -66,8 +66,6 @@ from .tiles import (
 
 # --- A CTA: its KV tiles, and the roles of its warpgroups -----------------------------------------
 
-LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # launches that have no rows with large logits
-
 
 def kernel(
     launch: Launch,
@@ -218,8 +216,9 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     `dk_acc`, `dv_acc`: f32[64, D] in registers, zeros.
     """
     problem, schedule, part = cta.problem, mma_schedule(cta.blocks), cta.launch.part
-    auxiliary, far = AuxiliaryInputs(problem, q_axis=1), None
-    if part not in LOOKS_AT_NONE:  # not 0 if rows of the group are shifted; None: none can be
+    auxiliary = AuxiliaryInputs(problem, q_axis=1)
+    far = None  # or an i32, not 0 if rows of the group are shifted
+    if part not in (Part.NEAR, Part.ALL_IF_NEAR):  # these have no rows with large logits
         # Loaded before the wait for K and V, which takes as long as this load.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
     cta.smem.kv_ring.wait_full(cta.kv_index)
@@ -233,9 +232,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     schedule.start(cta)
     near_step = functools.partial(step, cta, rows, (dk_acc, dv_acc))
     far_step = functools.partial(near_step, far=far)
-    if part in LOOKS_AT_NONE:
-        cta.q_tiles.visit(near_step)
-    elif part is Part.FAR:
+    if part is Part.FAR:
         cta.q_tiles.visit(far_step, in_one_loop=True)
     else:
         cta.q_tiles.visit(near_step, far, far_step)
