@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -170,11 +169,6 @@ def with_barriers(buffers: Any) -> Any:
     return buffers._replace(stored=plgpu.Barrier(), others_stored=plgpu.Barrier())
 
 
-def flags(words: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of the flags: a word for all CTAs that add to the same part of dQ."""
-    return jax.ShapeDtypeStruct((words,), jnp.int32)
-
-
 def num_stored(launch: Any, total):
     """Returns how many of the `total` Q tiles of a CTA it stores dQ of: its first ones."""
     count = lax.min(jnp.int32(launch.blocks.block_kv // launch.blocks.block_q), total)
@@ -193,7 +187,7 @@ class OwnTiles(NamedTuple):
     Attributes:
         count: number of them; 0 where the CTA only adds.
         total: number of all tiles of the CTA.
-        flags: i32 in device memory: see `flags`.
+        flags: i32 in device memory, a word for all CTAs that add to the same part of dQ.
         place: function that returns (this CTA's KV block, which is its bit, index of its word).
         num_blocks: number of flags of the pair.
         stored: an mbarrier: what this CTA stores lies in device memory.

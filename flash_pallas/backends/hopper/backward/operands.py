@@ -323,6 +323,11 @@ def mask_everywhere(problem: Problem) -> bool:
     return problem.spec.mask.left is not None or problem.hides_by_arrays
 
 
+def unshared(x):
+    """Returns a number from which the compiler computes nothing that others share, or holds."""
+    return x if ints.is_static(x) else lax.optimization_barrier(x)
+
+
 @dataclasses.dataclass(frozen=True)
 class QTileRange:
     """The Q tiles that one CTA of a KV-stationary kernel reads, for every head of a GQA group.
@@ -415,10 +420,10 @@ class QTileRange:
         start, full_start, full_stop, stop = ends
         return cls(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks, shift)
 
-    def apart(self, opaque: Callable) -> QTileRange:
+    def apart(self) -> QTileRange:
         """Returns this range with numbers from which nothing is shared with another loop."""
         names = ("start", "full_start", "full_stop", "stop", "q_offset")
-        return dataclasses.replace(self, **{n: opaque(getattr(self, n)) for n in names})
+        return dataclasses.replace(self, **{n: unshared(getattr(self, n)) for n in names})
 
     @classmethod
     def whole(
@@ -564,11 +569,11 @@ class QTileList:
             return 0, number
         return lax.div(number, jnp.int32(self.per_head)), lax.rem(number, jnp.int32(self.per_head))
 
-    def apart(self, opaque: Callable) -> QTileList:
+    def apart(self) -> QTileList:
         """Returns this list with numbers from which nothing is shared with another loop."""
         own = {n: x for n, x in self.listed._asdict().items() if n != "index" and x is not None}
-        listed = self.listed._replace(**{n: opaque(x) for n, x in own.items()})
-        kv_len, offset = opaque(self.kv_len), opaque(self.q_offset)
+        listed = self.listed._replace(**{n: unshared(x) for n, x in own.items()})
+        kv_len, offset = unshared(self.kv_len), unshared(self.q_offset)
         return dataclasses.replace(self, listed=listed, kv_len=kv_len, q_offset=offset)
 
     def visit(self, step, far=None, far_step: Any = None, *, in_one_loop: bool = False):

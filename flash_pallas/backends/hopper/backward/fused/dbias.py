@@ -28,7 +28,7 @@ from ....gpu.ptx import cluster
 from ....gpu.ptx.cluster_sums import Exchange
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
-from .launches import FusedCta
+from .launches import FusedCta, PairCta
 
 
 def gradient_of_bias(problem: Problem, sums):
@@ -47,7 +47,10 @@ def sum_dbias(cta: FusedCta):
         cluster.init_barrier(cta.smem.arrived)
     pipeline.cluster_arrive(cta.smem.receives, cta.interpret)
     plgpu.barrier_wait(cta.smem.receives)
-    cta.visit(_sum_kv_tile)
+    if isinstance(cta, PairCta):
+        cta.visit(_sum_kv_tile)
+    else:
+        _sum_kv_tile(cta)
 
 
 def _sum_kv_tile(cta: FusedCta):

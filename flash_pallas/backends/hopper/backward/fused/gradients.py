@@ -1,14 +1,12 @@
 """A step of the fused backward from S^T and dP^T on: P^T and dS^T, then dV, dK and dQ.
 
-`Softmax` has the ways to compute P^T and dS^T in registers, `GradientGemms` the orders in which the
-two warpgroups run the matmuls (3) dV, (4) dK and (5) dQ of `kernel.step`.
+`early_weights` and `late_weights` compute P^T and dS^T in registers. `GradientGemms` has the orders
+in which the two warpgroups run the matmuls (3) dV, (4) dK and (5) dQ of `kernel.step`.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,103 +16,86 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core import integers as ints
 from .....core.mask import Limits
-from .....core.problem import Problem
-from .....core.scores import TileInputs
+from .....core.scores import HIDING, TileInputs
 from ....gpu import score_tile
-from ....gpu.ptx import inline
-from ....gpu.score_tile import RegisterTile
+from ....gpu.ptx import infinities, inline
+from ....gpu.score_tile import RegisterTile, row_shift
 from ...common import pipeline
+from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.pipeline import warpgroup_rows
+from ..operands import QTileList
 from .launches import FusedCta, Part
 from .tiles import WARPGROUPS, FusedBlocks
 
 # --- From S^T and dP^T to P^T and dS^T ------------------------------------------------------------
+# There are three ways, with different tiles of registers between the two halves of a step:
+#
+#     of every problem         P, pull(P) and the dropout mask
+#     FusedBlocks.signs        P that is negative where dropout drops it, times sign_factor: lse and
+#                              delta are made for it (`BackwardArrays.scaled`)
+#     FusedBlocks.defer        logits over the cap, whose exponentials wait for dP^T
 
 
-class Softmax(abc.ABC):
-    """Base class of the ways to compute P^T and dS^T, in two halves that run once per tile."""
-
-    def factor(self, problem: Problem) -> float:
-        """Returns the factor of P for which lse and delta are made: `BackwardArrays.scaled`."""
-        return 1.0
-
-    @abc.abstractmethod
-    def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs: TileInputs, limits: Limits):
-        """Computes the tiles of registers that `late` needs, before dP^T has arrived.
-
-        Args:
-            cta: this CTA.
-            tile: place of the tile.
-            s: K Q^T, f32.
-            lse: log-sum-exp of each query, base 2.
-            inputs: TileInputs of the modifiers.
-            limits: part of the tile that positions leave visible.
-        """
-
-    @abc.abstractmethod
-    def late(self, cta: FusedCta, tile: RegisterTile, early, lse, dp, delta) -> tuple[Any, Any]:
-        """Returns (keep * P, dS), f32, from what `early` has made, and lse, dP^T and delta."""
-
-    def finished(self, problem: Problem, dv):
-        """Returns dV from the sum of keep * P dO."""
-        return score_tile.gained(problem, dv)
+def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, masked, far, s):
+    """Computes what can be made of S^T before dP^T has arrived; `q_tile`: (n, its Q block)."""
+    problem, auxiliary, shift = cta.problem, AuxiliaryInputs(cta.problem, q_axis=1), None
+    n, block = q_tile
+    if far is not None:
+        query = block * cta.blocks.block_q
+        shift = row_shift(problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
+    slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
+    lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
+    inputs = auxiliary.inputs(rows, cta.smem.auxiliary, slot, s.shape, keys, ids=masked)
+    inputs = inputs._replace(shift=shift)
+    limits = tile.limits(problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
+    if isinstance(cta.q_tiles, QTileList) and far is None:
+        problem, s, inputs, limits = hide_listed_keys(cta, n, tile, s, inputs, limits)
+    if cta.blocks.signs:
+        return score_tile.signed(problem, tile, s, lse, inputs, limits)
+    if cta.blocks.defer:
+        return score_tile.capped(problem, tile, s, inputs, limits)
+    w = score_tile.weights(problem, tile, s, lse, inputs, limits, marks=True)
+    kept = score_tile.dropped(problem, w._replace(marked=False))  # until it has 16 bits
+    p, through = lax.optimization_barrier((kept, score_tile.pulled(w)))
+    return p, through, w.kept
 
 
-class General(Softmax):
-    """P, pull(P) and the dropout mask in separate tiles, which serve every modifier."""
+def hide_listed_keys(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
+    """Hides keys of the n-th tile of a list, if it is partial; returns what hides keys after that.
 
-    def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
-        """Returns (P without what dropout drops, pull(P), dropout mask)."""
-        w = score_tile.weights(cta.problem, tile, s, lse, inputs, limits, marks=True)
-        kept = score_tile.dropped(cta.problem, w._replace(marked=False))  # until it has 16 bits
-        p, through = lax.optimization_barrier((kept, score_tile.pulled(w)))
-        return p, through, w.kept
+    Partial and whole tiles share one loop, in which a branch hides keys: with two loops 128 bytes
+    spill at head dim 128 with a mask_mod, and wgmma is serialised (C7512). The branch hides keys in
+    S = K Q^T itself, which is possible only where logits are S times a scale; elsewhere whole tiles
+    are masked as well.
 
-    def late(self, cta: FusedCta, tile: RegisterTile, early, lse, dp, delta):
-        """Computes dS with a subtraction and a product."""
+    Returns:
+        (problem, s, inputs, limits).
+    """
+    problem, spec = cta.problem, cta.problem.spec
+    if spec.score_modifiers or {"bias", "alibi_slopes"} & problem.features:
+        return problem, s, inputs, limits
+    hide = lambda: score_tile.logits(spec, tile, s, inputs, limits).x  # S, where it is not hidden
+    s = lax.cond(n < cta.q_tiles.listed.masked_steps, hide, lambda: s)
+    nothing = dict.fromkeys(("mask", *HIDING), None)
+    return problem.of_whole_tiles, s, inputs._replace(**nothing), Limits()
+
+
+def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
+    """Waits for dP^T and delta; returns P^T and dS^T in 16 bits."""
+    problem, slot = cta.problem, cta.do.slot(n)
+    plgpu.barrier_wait(cta.smem.delta_full.at[slot])
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+    delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
+    lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
+    if cta.blocks.signs:
+        p, ds = score_tile.of_signed(early, dp, tile.per_q(delta))
+    elif cta.blocks.defer:
+        p, ds = score_tile.of_capped(early, tile.per_q(lse), dp, tile.per_q(delta))
+    else:
         p, through, kept = early
-        return p, through * score_tile.centred(cta.problem, kept, dp, tile.per_q(delta))
-
-
-class Signed(Softmax):
-    """P that is negative where dropout drops it, for problems without other modifiers."""
-
-    def factor(self, problem: Problem) -> float:
-        """Returns the factor of P that goes with the sign."""
-        return score_tile.sign_factor(problem)
-
-    def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
-        """Returns P times `factor`, f32, negative where dropout drops it."""
-        return score_tile.signed(cta.problem, tile, s, lse, inputs, limits)
-
-    def late(self, cta: FusedCta, tile: RegisterTile, early, lse, dp, delta):
-        """Returns (keep * gain * P, dS): signs become zeros."""
-        return score_tile.of_signed(early, dp, tile.per_q(delta))
-
-    def finished(self, problem: Problem, dv):
-        """Returns dv as it is, because `late` has multiplied by the gain."""
-        return dv
-
-
-class Deferred(Softmax):
-    """Logits over the cap, whose exponentials wait for dP^T, for problems with a softcap alone."""
-
-    def early(self, cta: FusedCta, tile: RegisterTile, s, lse, inputs, limits):
-        """Computes hyperbolic tangents: the logits over the cap."""
-        return score_tile.capped(cta.problem, tile, s, inputs, limits)
-
-    def late(self, cta: FusedCta, tile: RegisterTile, early, lse, dp, delta):
-        """Computes the exponentials, and dS from them."""
-        return score_tile.of_capped(early, tile.per_q(lse), dp, tile.per_q(delta))
-
-
-def softmax_of(problem: Problem, blocks: FusedBlocks) -> Softmax:
-    """Returns the way that the blocks ask for, where the problem allows it; else General."""
-    if blocks.signs and score_tile.may_sign(problem):
-        return Signed()
-    if blocks.defer and score_tile.may_defer(problem):
-        return Deferred()
-    return General()
+        ds = through * score_tile.centred(problem, kept, dp, tile.per_q(delta))
+    p, ds = p.astype(problem.dtype), ds.astype(problem.dtype)
+    return infinities.numbers(p, cta.interpret) if score_tile.marks_hidden(problem) else p, ds
 
 
 def narrows(cta: FusedCta, masked: bool) -> bool:
@@ -143,25 +124,22 @@ def narrowed(tiles, dtype):
 # --- Schedules of the matmuls (3) dV, (4) dK and (5) dQ -------------------------------------------
 
 
-class GradientGemms(abc.ABC):
+class GradientGemms:
     """Base class of the two orders in which the warpgroups run dV, dK and dQ of a step.
 
     With `FusedBlocks.whole_dq` warpgroup 0 computes dV and dK alone.
     """
 
-    @abc.abstractmethod
     def gradients(self, cta: FusedCta, n, p, ds, dk_acc, dv_acc):
         """Computes dV, dK and dQ of the n-th tile, from P^T and dS^T in 16 bits."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def start(self, cta: FusedCta):
         """Runs before the first tile."""
 
-    @abc.abstractmethod
     def scores_issued(self, cta: FusedCta, n):
         """Runs when S^T and dP^T of the n-th tile have been issued."""
 
-    @abc.abstractmethod
     def end(self, cta: FusedCta):
         """Runs after the last tile."""
 
@@ -200,15 +178,6 @@ class Lockstep(GradientGemms):
         add_dq(cta, n)
         plgpu.wgmma_wait(0)
         release_q(cta, n)
-
-    def start(self, cta: FusedCta):
-        """Does nothing before the first tile: both warpgroups begin at the same time."""
-
-    def scores_issued(self, cta: FusedCta, n):
-        """Does nothing once scores are issued: neither warpgroup waits for the other's."""
-
-    def end(self, cta: FusedCta):
-        """Does nothing after the last tile: every step has finished its own dQ."""
 
 
 class PingPong(GradientGemms):
@@ -382,7 +351,7 @@ def add_dq(cta: FusedCta, n):
     if cta.blocks.producer:
         plgpu.barrier_arrive(cta.smem.dq_full.at[cta.wg])
     else:
-        cta.put_dq(cta.query_tile(n), cta.wg)
+        cta.put_dq(n, cta.wg)
 
 
 def await_sums(cta: FusedCta, n):

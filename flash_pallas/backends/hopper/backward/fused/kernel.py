@@ -11,7 +11,7 @@ come out of the registers as left operands of the matmuls that consume them:
     (5) dQ   = dS K            shared (dS^T of both warpgroups, read transposed) x shared
 
 `step` is one step of a compute warpgroup. The order in which the two warpgroups run (3) to (5) is
-that of `Lockstep` or `PingPong`, below it.
+that of `Lockstep` or `PingPong`, in gradients.py.
 
 dK and dV stay in registers for all Q tiles. Each dQ tile goes to float32 shared memory, and a
 warp of the producer warpgroup adds it to a float32 buffer in device memory by TMA reduce-add, or
@@ -38,15 +38,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .....core.mask import Limits
 from .....core.problem import Operands, Problem
-from .....core.scores import HIDING, TileInputs
+from .....core.scores import TileInputs
 from ....gpu import score_tile
 from ....gpu.launch import WARPGROUP_ROWS
 from ....gpu.launch import launch as launch_kernel
-from ....gpu.ptx import infinities, inline
+from ....gpu.ptx import inline
 from ....gpu.ptx.inline import WARP, WARPGROUP
-from ....gpu.score_tile import RegisterTile, row_shift
+from ....gpu.score_tile import RegisterTile
 from ...common import pipeline
 from ...common.auxiliary_inputs import AuxiliaryInputs
 from ...common.pipeline import Padding, loader, rows_of, warpgroup_rows
@@ -54,7 +53,7 @@ from .. import dq_sums
 from ..dq_sums import OwnTiles
 from ..operands import BackwardArrays, QTileList, QTileRange
 from .dbias import gradient_of_bias, sum_dbias
-from .gradients import mma_schedule, narrowed, narrows, softmax_of
+from .gradients import early_weights, late_weights, mma_schedule, narrowed, narrows
 from .launches import FusedCta, KvTile, Launch, PairCta, Part, launches_of, summed
 from .tiles import (
     WARPGROUPS,
@@ -67,72 +66,78 @@ from .tiles import (
 
 # --- A CTA: its KV tiles, and the roles of its warpgroups -----------------------------------------
 
-LOOKS_AT_NONE = Part.NEAR, Part.ALL_IF_NEAR  # launches that have no rows with large logits
 
-
-def kernel(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
+def kernel(
+    launch: Launch,
+    names: tuple[str, ...],
+    kept: dict[str, Any],
+    gmem: BackwardArrays,
+    *refs,
+    place: tuple[Any, Any] | None = None,
+):
     """Runs one CTA of a launch: its KV tile, or all KV tiles of its pair.
 
     Args:
         launch: what is the same for all CTAs.
         names: names of the results that this launch makes.
         kept: results that it adds to, by name.
-        gmem: BackwardArrays in device memory.
+        gmem: operands in device memory.
         refs: what this launch makes, shared memory and mbarriers.
+        place: `Launch.place` of this CTA, where a caller has asked for it.
     """
     *made, smem = refs
     results = kept | dict(zip(names, made, strict=True))
     if launch.all_kv_tiles:
         run_roles(cta_of_pair(launch, results, gmem, smem))
         return
+    pair, block = place or launch.place(gmem)
+    cta = cta_of_kv_tile(launch, results, gmem, smem, pair, block)
+    if launch.part is Part.NEAR:
+        near = gmem.auxiliary.far[cta.batch, cta.kv_head] == 0
+        pl.when(near)(functools.partial(run_roles, cta))
+    elif launch.blocks.split_q == 1:
+        run_roles(cta)
+    else:
+        pl.when(cta.q_tiles.total > 0)(functools.partial(run_roles, cta))
+        nothing = (cta.q_tiles.total == 0) & (cta.wg < WARPGROUPS)
+        pl.when(nothing)(functools.partial(write_zeros, cta))
+
+
+def kernel_of_sections(launch: Launch, names, kept, gmem: BackwardArrays, *refs):
+    """Runs `kernel` where this CTA has a pair: the last section is smaller than the others."""
     pair, block = launch.place(gmem)
-    run = functools.partial(run_kv_tile, launch, results, gmem, smem, pair, block)
-    if launch.in_order or launch.pairs % launch.at_once == 0:
-        run()
-    else:  # the last section is smaller
-        pl.when(pair < launch.pairs)(run)
+    run = functools.partial(kernel, launch, names, kept, gmem, *refs, place=(pair, block))
+    pl.when(pair < launch.pairs)(run)
 
 
-def kernel_of_calls(launch: Launch, names: tuple[str, ...], kept: dict[str, Any], gmem, *refs):
-    """Runs `kernel` if some row of the call has large logits, or if none has: `launch.part`."""
+def kernel_of_calls(run: Callable, launch: Launch, names, kept, gmem: BackwardArrays, *refs):
+    """Runs a kernel if some row of the call has large logits, or if none has: `launch.part`."""
     some_far = gmem.auxiliary.any_far[0] > 0
     wanted = some_far if launch.part is Part.ALL_IF_FAR else ~some_far
-    pl.when(wanted)(functools.partial(kernel, launch, names, kept, gmem, *refs))
+    pl.when(wanted)(functools.partial(run, launch, names, kept, gmem, *refs))
 
 
-def run_kv_tile(
+def cta_of_kv_tile(
     launch: Launch,
     results: dict[str, Any],
     gmem: BackwardArrays,
     smem: FusedSmem,
     pair,
     block,
-):
-    """Runs a CTA that has one KV tile: of a pair, the block counted from the first key."""
+) -> FusedCta:
+    """Returns a CTA that has one KV tile: of a pair, the block counted from the first key."""
     parts = launch.blocks.split_q
-    tile = launch.kv_tile(gmem, pair, block)
+    tile = launch.kv_tile(pair, block)
     q_tiles = launch.q_tiles(gmem, tile, block)
     if parts > 1 and isinstance(q_tiles, QTileRange):
         part = lax.axis_index("part")
         results = results | {name: results[name].at[part] for name in ("dk", "dv")}
         q_tiles = q_tiles.cut(part, parts)
-    cta = cta_at(launch, (results, gmem, smem), tile, q_tiles)
-    run = functools.partial(run_roles, cta)
-    if launch.part is Part.NEAR:
-        pl.when(gmem.auxiliary.far[cta.batch, cta.kv_head] == 0)(run)
-    elif parts == 1:
-        run_roles(cta)
-    else:
-        pl.when(q_tiles.total > 0)(run)
-        nothing = (q_tiles.total == 0) & (cta.wg < WARPGROUPS)
-        pl.when(nothing)(functools.partial(write_zeros, cta))
+    return cta_at(launch, (results, gmem, smem), tile, q_tiles)
 
 
 def cta_of_pair(
-    launch: Launch,
-    results: dict[str, Any],
-    gmem: BackwardArrays,
-    smem: FusedSmem,
+    launch: Launch, results: dict[str, Any], gmem: BackwardArrays, smem: FusedSmem
 ) -> FusedCta:
     """Returns a CTA that has all KV tiles of a pair, which all have the same range of Q tiles."""
     kv_tiles, zero = launch.kv_tiles_of_pair(gmem), jnp.int32(0)
@@ -150,18 +155,23 @@ def cta_at(
     make: Callable[..., FusedCta] = FusedCta,
 ) -> FusedCta:
     """Returns the record of this CTA at a KV tile, with the range of its Q tiles."""
-    blocks, (results, gmem, smem) = launch.blocks, refs
+    (results, gmem, smem), (batch, kv_head, kv_start, shift) = refs, tile
     return make(
         launch=launch,
+        problem=launch.problem,
+        blocks=launch.blocks,
+        interpret=launch.interpret,
         gmem=gmem,
         results=results,
         smem=smem,
-        swizzles=swizzles_of_k_and_v(launch.problem, blocks, gmem),
+        swizzles=swizzles_of_k_and_v(launch.problem, launch.blocks, gmem),
         q=smem.q_ring,
         do=smem.do_ring,
-        kv=smem.kv_ring,
-        tile=tile,
-        q_tiles=dataclasses.replace(q_tiles, opaque=blocks.ping_pong),
+        batch=batch,
+        kv_head=kv_head,
+        kv_start=kv_start,
+        shift=shift,
+        q_tiles=dataclasses.replace(q_tiles, opaque=launch.blocks.ping_pong),
         wg=lax.axis_index("wg"),
     )
 
@@ -190,7 +200,10 @@ def consume(cta: FusedCta):
     else:
         cta = start_inline_loads(cta)
     sums = [plgpu.ACC((WARPGROUP_ROWS, cta.problem.head_dim), jnp.float32)] * 2
-    cta.visit(lambda cta: pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums))
+    if isinstance(cta, PairCta):
+        cta.visit(lambda cta: pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums))
+    else:
+        pl.run_scoped(functools.partial(consume_kv_tile, cta), *sums)
     if cta.blocks.split_q == 1:
         plgpu.wait_smem_to_gmem(0)
     if cta.blocks.sums_bias:
@@ -203,11 +216,12 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     `dk_acc`, `dv_acc`: f32[64, D] in registers, zeros.
     """
     problem, schedule, part = cta.problem, mma_schedule(cta.blocks), cta.launch.part
-    auxiliary, far = AuxiliaryInputs(problem, q_axis=1), None
-    if part not in LOOKS_AT_NONE:  # not 0 if rows of the group are shifted; None: none can be
+    auxiliary = AuxiliaryInputs(problem, q_axis=1)
+    far = None  # or an i32, not 0 if rows of the group are shifted
+    if part not in (Part.NEAR, Part.ALL_IF_NEAR):  # these have no rows with large logits
         # Loaded before the wait for K and V, which takes as long as this load.
         far = auxiliary.far(cta.gmem.auxiliary, cta.batch, cta.kv_head * problem.group)
-    cta.kv.wait_full(cta.kv_index)
+    cta.smem.kv_ring.wait_full(cta.kv_index)
     if cta.blocks.whole_dq:
         v = cta.smem.v.at[0, warpgroup_rows(cta.wg)]
         cta = dataclasses.replace(cta, held_v=plgpu.load(v, layout=inline.WGMMA))
@@ -218,9 +232,7 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
     schedule.start(cta)
     near_step = functools.partial(step, cta, rows, (dk_acc, dv_acc))
     far_step = functools.partial(near_step, far=far)
-    if part in LOOKS_AT_NONE:
-        cta.q_tiles.visit(near_step)
-    elif part is Part.FAR:
+    if part is Part.FAR:
         cta.q_tiles.visit(far_step, in_one_loop=True)
     else:
         cta.q_tiles.visit(near_step, far, far_step)
@@ -229,8 +241,8 @@ def consume_kv_tile(cta: FusedCta, dk_acc, dv_acc):
         end_inline_loads(cta)
 
     dk, dv = dk_acc[...], dv_acc[...]
-    dk, dv = dk * problem.spec.scale, softmax_of(problem, cta.blocks).finished(problem, dv)
-    cta = cta.again()
+    dk, dv = dk * problem.spec.scale, dv if cta.blocks.signs else score_tile.gained(problem, dv)
+    cta = cta.again() if isinstance(cta, PairCta) else cta
     if cta.blocks.split_q == 1:
         epilogue(cta, dk, dv)
     else:
@@ -269,24 +281,24 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
     if v is None:
         v = cta.smem.v.at[0, keys]
     q, do = cta.smem.q.at[q_slot], cta.smem.do.at[do_slot]
-    to_weights = functools.partial(early_weights, cta, rows, (n, block), tile)
     # Accumulators are made after the waits: see DbiasKernel.tile in backward/dbias.
     accumulator = plgpu.ACC((WARPGROUP_ROWS, blocks.block_q), jnp.float32)
     # The shift of every column leaves no registers for dP^T next to S^T.
     dp_is_late = late_dp(problem) or far is not None
+    to_early = functools.partial(early_weights, cta, rows, (n, block), tile, masked, far)
 
     def scores(s_acc):
         plgpu.wgmma(s_acc, k, q.transpose((1, 0)))  # (1) S^T = K Q^T
         if dp_is_late:
-            return to_weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=0), masked, far)
+            return to_early(plgpu.wgmma_accumulator_load(s_acc, wait_n=0))
         cta.do.wait_full(n)
-        return pl.run_scoped(functools.partial(gradients, s_acc, None), accumulator)
+        return pl.run_scoped(functools.partial(score_gradients, s_acc, None), accumulator)
 
-    def gradients(s_acc, early, dp_acc):
+    def score_gradients(s_acc, early, dp_acc):
         plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))  # (2) dP^T = V dO^T
         schedule.scores_issued(cta, n)
         if not dp_is_late:
-            early = to_weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), masked, far)
+            early = to_early(plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
         return late_weights(cta, n, tile, early, dp_acc)
 
     cta.q.wait_full(n)
@@ -295,58 +307,9 @@ def step(cta: FusedCta, rows: TileInputs, sums, block_of, n, *, masked: bool, fa
         if far is not None and narrows(cta, masked):
             tiles = narrowed(tiles, problem.dtype)
         cta.do.wait_full(n)
-        tiles = pl.run_scoped(functools.partial(gradients, None, tiles), accumulator)
+        tiles = pl.run_scoped(functools.partial(score_gradients, None, tiles), accumulator)
     p, ds = tiles
     schedule.gradients(cta, n, p, ds, *sums)  # (3) dV += P^T dO, (4) dK += dS^T Q, (5) dQ = dS K
-
-
-def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, s, masked, far):
-    """Computes what can be made of S^T before dP^T has arrived; `q_tile`: (n, its Q block)."""
-    problem, auxiliary, shift = cta.problem, AuxiliaryInputs(cta.problem, q_axis=1), None
-    n, block = q_tile
-    if far is not None:
-        query = block * cta.blocks.block_q
-        shift = row_shift(problem, cta.gmem.auxiliary, far, cta.q_tiles[n][0], query)
-    slot, keys = cta.q.slot(n), warpgroup_rows(cta.wg)
-    lse = plgpu.load(cta.smem.lse.at[slot], layout=inline.COLS)
-    inputs = auxiliary.inputs(rows, cta.smem.auxiliary, slot, s.shape, keys, ids=masked)
-    inputs = inputs._replace(shift=shift)
-    limits = tile.limits(problem.spec.mask, cta.q_tiles.kv_len) if masked else Limits()
-    if isinstance(cta.q_tiles, QTileList) and far is None:
-        cta, s, inputs, limits = hide_listed_keys(cta, n, tile, s, inputs, limits)
-    return softmax_of(problem, cta.blocks).early(cta, tile, s, lse, inputs, limits)
-
-
-def hide_listed_keys(cta: FusedCta, n, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
-    """Hides keys of the n-th tile of a list, if it is partial; returns what hides keys after that.
-
-    Partial and whole tiles share one loop, in which a branch hides keys: with two loops 128 bytes
-    spill at head dim 128 with a mask_mod, and wgmma is serialised (C7512). The branch hides keys in
-    S = K Q^T itself, which is possible only where logits are S times a scale; elsewhere whole tiles
-    are masked as well.
-
-    Returns:
-        (cta, s, inputs, limits).
-    """
-    spec = cta.problem.spec
-    if spec.score_modifiers or {"bias", "alibi_slopes"} & cta.problem.features:
-        return cta, s, inputs, limits
-    hide = lambda: score_tile.logits(spec, tile, s, inputs, limits).x  # S, where it is not hidden
-    s = lax.cond(n < cta.q_tiles.listed.masked_steps, hide, lambda: s)
-    nothing = dict.fromkeys(("mask", *HIDING), None)
-    return cta.of_whole_tiles, s, inputs._replace(**nothing), Limits()
-
-
-def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
-    """Waits for dP^T and delta; returns P^T and dS^T in 16 bits."""
-    slot = cta.do.slot(n)
-    plgpu.barrier_wait(cta.smem.delta_full.at[slot])
-    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-    delta = plgpu.load(cta.smem.delta.at[slot], layout=inline.COLS)
-    lse = plgpu.load(cta.smem.lse.at[cta.q.slot(n)], layout=inline.COLS)
-    p, ds = softmax_of(cta.problem, cta.blocks).late(cta, tile, early, lse, dp, delta)
-    p, ds = p.astype(cta.problem.dtype), ds.astype(cta.problem.dtype)
-    return infinities.numbers(p, cta.interpret) if score_tile.marks_hidden(cta.problem) else p, ds
 
 
 def epilogue(cta: FusedCta, dk, dv):
@@ -356,10 +319,14 @@ def epilogue(cta: FusedCta, dk, dv):
     cta.smem.k[0, keys] = dk.astype(cta.problem.dtype)
     cta.smem.v[0, keys] = dv.astype(cta.problem.dtype)
     plgpu.commit_smem()
-    dk_at, dv_at = (rows_of(cta.results[name], cta.own_keys, cta.smem.k) for name in ("dk", "dv"))
+    own_keys = cta.own_keys
+    dk_at = rows_of(cta.results["dk"], own_keys, cta.smem.k)
+    dv_at = rows_of(cta.results["dv"], own_keys, cta.smem.k)
     plgpu.copy_smem_to_gmem(cta.smem.k.at[0, keys], dk_at, commit_group=False)
     plgpu.copy_smem_to_gmem(cta.smem.v.at[0, keys], dv_at)
-    cta.release_kv()
+    if isinstance(cta, PairCta):  # the next KV tile is loaded there
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        cta.smem.kv_ring.release(cta.kv_index)
 
 
 def epilogue_of_part(cta: FusedCta, dk, dv):
@@ -398,20 +365,24 @@ def produce(cta: FusedCta):
 
 def load(cta: FusedCta):
     """Issues all loads of this CTA, then waits for the release of their slots."""
-    cta.visit(load_kv_tile)
+    if isinstance(cta, PairCta):
+        cta.visit(load_kv_tile)
+    else:
+        load_kv_tile(cta)
     cta.q.drain(cta.total)
     cta.do.drain(cta.total)
-    cta.drain_kv()
+    if isinstance(cta, PairCta):
+        cta.smem.kv_ring.drain(cta.kv_tiles[0])
 
 
 def load_kv_tile(cta: FusedCta):
     """Loads K and V once, then Q, LSE, dO and delta of every Q tile."""
-    cta.kv.wait_empty(cta.kv_index)
+    cta.smem.kv_ring.wait_empty(cta.kv_index)
     load_kv(cta)
 
     @pl.loop(jnp.int32(0), cta.q_tiles.total)
     def _(n):
-        place = place_of(cta, n)
+        place = cta.query_tile(n)
         load_q(cta, n, place)
         load_do(cta, n, place)
 
@@ -422,14 +393,9 @@ def load_kv(cta: FusedCta):
     block = lax.div(cta.kv_start, jnp.int32(cta.blocks.block_kv))
     load_k, load_v = loaders(cta, cta.gmem.kv_padding)
     source = functools.partial(rows_of, tile=cta.smem.k)  # Q and dO are as wide
-    k, v, full = cta.smem.k.at[0], cta.smem.v.at[0], cta.kv.full.at[0]
+    k, v, full = cta.smem.k.at[0], cta.smem.v.at[0], cta.smem.kv_ring.full.at[0]
     load_k(source(cta.gmem.k, keys), k, full, cta.batch, block)
     load_v(source(cta.gmem.v, keys), v, full, cta.batch, block)
-
-
-def place_of(cta: FusedCta, n):
-    """Returns (query head, rows, Q block) of the n-th Q tile."""
-    return *cta.query_tile(n), cta.q_tiles[n][1]
 
 
 def load_q(cta: FusedCta, n, place):
@@ -474,28 +440,18 @@ def bounds_of_rows(cta: FusedCta) -> plgpu.OOBFillMode:
 def loaders(cta: FusedCta, padding: Padding | None) -> list[Callable]:
     """Returns the loaders of Q and K, and of dO and V; their tiles may differ in swizzle."""
     threads = WARP if cta.blocks.producer else WARPGROUP
-    make = lambda swizzle: loader(padding, cta.smem.padded_full, swizzle, cta.interpret, threads)
-    return list(map(make, cta.swizzles))
+    arrived, interpret = cta.smem.padded_full, cta.interpret
+    return [loader(padding, arrived, swizzle, interpret, threads) for swizzle in cta.swizzles]
 
 
 def store_dq(cta: FusedCta):
-    """Adds each warpgroup's part of every dQ tile to the float32 buffer in device memory."""
-    cta.visit(store_dq_of_kv_tile)
-    plgpu.wait_smem_to_gmem(0)
+    """Adds each warpgroup's part of every dQ tile to the float32 buffer in device memory.
 
-
-def store_dq_of_kv_tile(cta: FusedCta):
-    """Adds the dQ tiles of one KV tile, or stores those that no CTA has written before."""
+    Or stores it, where no CTA has written before.
+    """
     total, zero = cta.q_tiles.total, jnp.int32(0)
-    if cta.launch.all_kv_tiles:  # no other CTA adds to dQ of this pair
-
-        @pl.when(cta.kv_index == 0)
-        def _():
-            put_dq_tiles(cta, zero, total, None)
-            plgpu.wait_smem_to_gmem(0)
-            inline.fence_copies()
-
-        pl.when(cta.kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
+    if isinstance(cta, PairCta):
+        cta.visit(store_dq_of_kv_tile)
     elif cta.launch.stores_dq:
         own = cta.own_tiles
         put_dq_tiles(cta, zero, own.count, None)
@@ -504,6 +460,20 @@ def store_dq_of_kv_tile(cta: FusedCta):
         pl.when(own.count == total)(own.are_stored)
     else:
         put_dq_tiles(cta, zero, total)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def store_dq_of_kv_tile(cta: PairCta):
+    """Stores the dQ tiles of the first KV tile of a pair, to which no other CTA adds."""
+    total, zero = cta.q_tiles.total, jnp.int32(0)
+
+    @pl.when(cta.kv_index == 0)
+    def _():
+        put_dq_tiles(cta, zero, total, None)
+        plgpu.wait_smem_to_gmem(0)
+        inline.fence_copies()
+
+    pl.when(cta.kv_index > 0)(lambda: put_dq_tiles(cta, zero, total))
 
 
 def put_dq_tiles(
@@ -517,22 +487,17 @@ def put_dq_tiles(
     parts = cta.blocks.dq_parts
     parts = tuple(reversed(parts)) if cta.blocks.ping_pong else parts
 
-    def put(n, wg):
-        plgpu.barrier_wait(cta.smem.dq_full.at[wg])
-        if own is not None and wg == parts[0]:
-            # After the wait for a later tile the stores before it have long been written.
-            pl.when((n == own.count) & (n > 0))(own.are_stored)
-        cta.put_dq(cta.query_tile(n), wg, reduction_op)
-
     @pl.loop(start, stop)
     def _(n):
-        if cta.blocks.ping_pong:
-            for wg in parts:
-                put(n, wg)
+        for wg in parts:
+            plgpu.barrier_wait(cta.smem.dq_full.at[wg])
+            if own is not None and wg == parts[0]:
+                # After the wait for a later tile the stores before it have long been written.
+                pl.when((n == own.count) & (n > 0))(own.are_stored)
+            cta.put_dq(n, wg, reduction_op)
+            if cta.blocks.ping_pong:
                 give_back(cta, n, wg, 0)
-        else:
-            for wg in parts:
-                put(n, wg)
+        if not cta.blocks.ping_pong:
             for returned, wg in enumerate(parts, start=1):
                 give_back(cta, n, wg, len(parts) - returned)
 
@@ -551,7 +516,7 @@ def give_back(cta: FusedCta, n, wg: int, in_flight: int):
 
 def start_inline_loads(cta: FusedCta) -> FusedCta:
     """Loads what the Q tiles start with; returns the CTA with rings that refill on release."""
-    load = lambda load_tile: lambda n: load_tile(cta, n, place_of(cta, n))
+    load = lambda load_tile: lambda n: load_tile(cta, n, cta.query_tile(n))
     q, do = pipeline.load_inline(
         cta.wg == WARPGROUPS - 1,
         lambda: cta.q_tiles.total,
@@ -598,9 +563,8 @@ def backward_fused(
     """
     tile = (blocks.block_q, blocks.block_kv)
     gmem = arrays.for_rows(problem, operands, 1, tile)
-    factor = softmax_of(problem, blocks).factor(problem)
-    if factor != 1.0:
-        gmem = gmem.scaled(factor)
+    if blocks.signs:
+        gmem = gmem.scaled(score_tile.sign_factor(problem))
     if clears:
         gmem = gmem.with_padding(operands, *tile)
 
@@ -609,7 +573,10 @@ def backward_fused(
         gmem = gmem.with_any_far()
     results: dict[str, Any] = {}
     for launch in launches:
-        results = run_launch(launch, arrays, gmem, results)
+        arrays_of_launch = kept_and_made(launch, arrays, results)
+        run = functools.partial(run_kernel, launch, arrays, gmem)
+        kept, made = pl.run_state(run)(arrays_of_launch)  # XLA drops the zeros of `made`
+        results = kept | made
     dq = dq_sums.scaled_dq(problem, results["dq"])
     dbias = gradient_of_bias(problem, results["dbias"]) if blocks.sums_bias else None
     dk, dv = results["dk"], results["dv"]
@@ -618,13 +585,14 @@ def backward_fused(
     return dq, dk, dv, dbias
 
 
-def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, results):
-    """Runs one launch; returns `results` with what it adds and makes.
+def kept_and_made(
+    launch: Launch, arrays: BackwardArrays, results: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the results that a launch adds to, and zeros in place of those that it makes.
 
     Args:
         launch: which.
         arrays: operands, whose q, k and v have the shapes of gradients.
-        gmem: what the kernel reads.
         results: by name, those of launches before; see `Launch.result_shapes`.
     """
     shapes = launch.result_shapes(arrays)
@@ -634,28 +602,27 @@ def run_launch(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, res
     if cleared := [name for name in ("dq", "dbias") if name in shapes and name not in kept]:
         sizes = [shapes[name].shape for name in cleared]
         kept |= zip(cleared, dq_sums.zeros(sizes, launch.interpret), strict=True)
-    made = {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
-    run = functools.partial(run_kernel, launch, arrays, gmem, tuple(made))
-    kept, made = pl.run_state(run)((kept, made))  # XLA drops the zeros of `made`
-    return kept | made
+    return kept, {n: jnp.zeros(x.shape, x.dtype) for n, x in shapes.items() if n not in kept}
 
 
-def run_kernel(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, names, refs):
+def run_kernel(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, refs):
     """Runs the kernel of one launch.
 
     Args:
         launch: which.
         arrays: operands, whose q, k and v have the shapes of gradients.
         gmem: what the kernel reads.
-        names: names of what it makes.
         refs: (results that it adds to, results that it makes), by name.
     """
     kept, made = refs
     smem = scratch(launch.problem, launch.blocks, arrays, launch.interpret, launch.all_kv_tiles)
-    whole = launch.part in (Part.ALL_IF_NEAR, Part.ALL_IF_FAR)
-    run = launch_kernel(
-        functools.partial(kernel_of_calls if whole else kernel, launch, names, kept),
-        out=tuple(jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in names),
+    in_sections = not (launch.all_kv_tiles or launch.in_order)
+    run = kernel_of_sections if in_sections and launch.pairs % launch.at_once else kernel
+    if launch.part in (Part.ALL_IF_NEAR, Part.ALL_IF_FAR):
+        run = functools.partial(kernel_of_calls, run)
+    call = launch_kernel(
+        functools.partial(run, launch, tuple(made), kept),
+        out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in made.values()],
         scratch=(dq_sums.with_barriers(smem) if launch.stores_dq else smem,),
         grid=launch.grid,
         cluster=pipeline.cluster_axes(launch.blocks.bias_cluster),
@@ -663,5 +630,5 @@ def run_kernel(launch: Launch, arrays: BackwardArrays, gmem: BackwardArrays, nam
         name="flash_pallas_backward_fused" + "_far" * launch.all_kv_tiles,
         interpret=launch.interpret,
     )
-    for name, x in zip(names, run(gmem), strict=True):
-        made[name][...] = x
+    for ref, x in zip(made.values(), call(gmem), strict=True):
+        ref[...] = x

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .....core import integers as ints
 from .....core.problem import Problem
+from ....gpu import score_tile
 from ....gpu.launch import WARPGROUP_ROWS, float32
 from ....gpu.ptx import inline
 from ....gpu.ptx.online_softmax import far_of
@@ -24,7 +25,7 @@ from ...common.auxiliary_inputs import Place
 from ...common.pipeline import Ring, fits
 from .. import dq_sums
 from ..dq_sums import OwnTiles
-from ..operands import BackwardArrays, QTileList, QTileRange
+from ..operands import BackwardArrays, QTileList, QTileRange, unshared
 from .tiles import (
     FusedBlocks,
     FusedSmem,
@@ -59,11 +60,6 @@ class Part(enum.Enum):
     FAR = "far"  # the rows that NEAR leaves
     ALL_IF_NEAR = "all if near"  # none, if some row of the call has large logits
     ALL_IF_FAR = "all if far"  # none, if no row has
-
-
-def _parts(tiles: int, wanted: bool) -> tuple[Part, ...]:
-    """Returns the launches in order: two where they are `wanted` and worth it."""
-    return (Part.NEAR, Part.FAR) if wanted and tiles >= ENOUGH else (Part.ALL,)
 
 
 # Operands that do not make small logits large, and do not decide which Q tiles a KV tile has,
@@ -229,7 +225,7 @@ class Launch:
 
         The number is 0 where no row of the pair, or of the call, has large logits.
         """
-        place = functools.partial(self.kv_tile, gmem, self.rank("first"))
+        place = functools.partial(self.kv_tile, self.rank("first"))
         blocks = jnp.int32(self.num_blocks)
         if self.part is Part.ALL_IF_FAR:  # which ends at once where there are none
             return blocks, place
@@ -237,7 +233,7 @@ class Launch:
         far = gmem.auxiliary.far[batch, kv_head]
         return lax.select(far > 0, blocks, jnp.int32(0)), place
 
-    def kv_tile(self, gmem: BackwardArrays, pair, block) -> KvTile:
+    def kv_tile(self, pair, block) -> KvTile:
         """Returns the KV tile of a pair and a block, counted from the first key."""
         entries = jnp.int32(self.problem.batch)
         kv_head = lax.div(pair, entries)
@@ -282,14 +278,15 @@ class Launch:
         # dQ is [B, T, N, D] like q: no transpose afterwards, and the adds are as fast as head-major
         # (1.00x).
         sums = (problem.batch, arrays.q.shape[1], problem.q_heads, problem.head_dim)
-        dk, dv = (jax.ShapeDtypeStruct(x.shape, problem.dtype) for x in (arrays.k, arrays.v))
+        dk = jax.ShapeDtypeStruct(arrays.k.shape, problem.dtype)
+        dv = jax.ShapeDtypeStruct(arrays.v.shape, problem.dtype)
         if blocks.split_q > 1:  # whole tiles, as what writes them knows no ends
             rows = self.num_blocks * blocks.block_kv
             keys = (problem.batch, rows, problem.kv_heads, problem.head_dim)
             dk = dv = float32((blocks.split_q, *keys))
         shapes = {"dq": float32(sums), "dk": dk, "dv": dv}
         if self.stores_dq:
-            shapes["stored"] = dq_sums.flags(self.pairs)
+            shapes["stored"] = jax.ShapeDtypeStruct((self.pairs,), jnp.int32)
         if blocks.sums_bias:
             keys = self.num_blocks * blocks.block_kv
             queries = ints.round_up(problem.q_len, blocks.block_q)
@@ -297,9 +294,7 @@ class Launch:
         return shapes
 
 
-def launches_of(
-    problem: Problem, blocks: FusedBlocks, interpret: bool = False
-) -> tuple[Launch, ...]:
+def launches_of(problem: Problem, blocks: FusedBlocks, interpret: bool = False) -> list[Launch]:
     """Returns the launches of a call, in order."""
     launch = Launch(problem, blocks, interpret)
     tiles = launch.pairs * launch.num_blocks
@@ -308,18 +303,22 @@ def launches_of(
     else:
         # Nothing else was tried.
         may_leave = blocks.producer and blocks.split_q == blocks.bias_cluster == 1
-        chosen = _parts(tiles, may_leave and _leaves_pairs(problem))
-    launches = (dataclasses.replace(launch, part=part) for part in chosen)
-    far = for_far_rows(blocks)
-    return tuple(dataclasses.replace(x, blocks=far) if x.all_kv_tiles else x for x in launches)
+        leaves = may_leave and tiles >= ENOUGH and _leaves_pairs(problem)
+        chosen = (Part.NEAR, Part.FAR) if leaves else (Part.ALL,)
+    far, launches = for_far_rows(blocks), [dataclasses.replace(launch, part=x) for x in chosen]
+    return [dataclasses.replace(x, blocks=far) if x.all_kv_tiles else x for x in launches]
 
 
 def fitting(problem: Problem, blocks: FusedBlocks) -> FusedBlocks:
     """Returns `blocks` as `problem` can run them.
 
     It may be a shard of the call that they were chosen for, and have fewer batch entries that share
-    a bias than a cluster has CTAs.
+    a bias than a cluster has CTAs. Modifiers may rule out `signs` and `defer`, which callers can
+    ask for.
     """
+    signs = blocks.signs and score_tile.may_sign(problem)
+    defer = blocks.defer and score_tile.may_defer(problem)
+    blocks = dataclasses.replace(blocks, signs=signs, defer=defer)
     return blocks if may_sum_bias(problem, blocks.bias_cluster) else without_sums(blocks)
 
 
@@ -373,27 +372,33 @@ class FusedCta:
     """The refs and the place of one CTA, as one of its warpgroups sees them.
 
     Attributes:
-        launch: what is the same for all CTAs: the problem, tile sizes and the order of KV tiles.
+        launch: what is the same for all CTAs: the order of KV tiles.
+        problem, blocks, interpret: of the launch.
         gmem: operands in device memory.
         results: dq, dk, dv and dbias in device memory: see `Launch.result_shapes`.
         smem: shared memory, with the mbarriers.
         swizzles: of K and Q, and of V and dO, in shared memory, in bytes.
-        q, do, kv: rings of Q, of dO, and of K with V.
-        tile: the KV tile.
+        q, do: rings of Q and of dO.
+        batch, kv_head, kv_start, shift: the KV tile; see `KvTile`.
         q_tiles: its Q tiles.
         wg: number of the warpgroup; an int with `FusedBlocks.whole_dq`.
         held_v: V of this warpgroup's keys in registers, with `FusedBlocks.whole_dq`.
     """
 
     launch: Launch
+    problem: Problem
+    blocks: FusedBlocks
+    interpret: bool
     gmem: BackwardArrays
     results: dict[str, Any]
     smem: FusedSmem
     swizzles: tuple[int, int]
     q: Ring
     do: Ring
-    kv: Ring
-    tile: KvTile
+    batch: Any
+    kv_head: Any
+    kv_start: Any
+    shift: Any
     q_tiles: QTileRange | QTileList
     wg: Any
     held_v: Any = None
@@ -401,51 +406,7 @@ class FusedCta:
     kv_index = 0  # number of the KV tile among those of this CTA
     before = 0  # number of Q tiles of the KV tiles before this one
 
-    @property
-    def problem(self) -> Problem:
-        """Problem with the head dims that the kernel runs."""
-        return self.launch.problem
-
-    @property
-    def blocks(self) -> FusedBlocks:
-        """Tile sizes of the launch."""
-        return self.launch.blocks
-
-    @property
-    def interpret(self) -> bool:
-        """True under the interpreter."""
-        return self.launch.interpret
-
-    @property
-    def batch(self):
-        """Batch entry of the KV tile."""
-        return self.tile[0]
-
-    @property
-    def kv_head(self):
-        """Head of the KV tile."""
-        return self.tile[1]
-
-    @property
-    def kv_start(self):
-        """First key of the KV tile."""
-        return self.tile[2]
-
     # --- one KV tile; a PairCta has several ------------------------------------------------------
-
-    def visit(self, body: Callable[[FusedCta], None]):
-        """Calls body(cta) for every KV tile of this CTA."""
-        body(self)
-
-    def again(self) -> FusedCta:
-        """Returns this record with its place computed anew, where loops would hold it."""
-        return self
-
-    def drain_kv(self):
-        """Waits, as the loading warp, until K and V of all KV tiles have been read."""
-
-    def release_kv(self):
-        """Gives K and V back, in which dK and dV were staged."""
 
     @property
     def total(self):
@@ -461,12 +422,6 @@ class FusedCta:
         """The slots of dS, as a ring for the warpgroup that sums dS of a cluster."""
         return dataclasses.replace(self.smem.sums_ring, before=self.before)
 
-    @property
-    def of_whole_tiles(self) -> FusedCta:
-        """This record for tiles that lists call whole, where mask and mask_mod hide nothing."""
-        launch = dataclasses.replace(self.launch, problem=self.problem.of_whole_tiles)
-        return dataclasses.replace(self, launch=launch)
-
     # --- what the compiler may share -------------------------------------------------------------
 
     def anew(self) -> FusedCta:
@@ -475,9 +430,7 @@ class FusedCta:
         ptxas holds addresses and descriptors made from `wg` over the loop, and at head dim 64 they
         spill (36 bytes; 60 to 190 for those of K and V).
         """
-        if ints.is_static(self.wg):
-            return self
-        return dataclasses.replace(self, wg=lax.optimization_barrier(self.wg))
+        return dataclasses.replace(self, wg=unshared(self.wg))
 
     def apart(self) -> FusedCta:
         """Returns this record with numbers from which nothing is shared with another loop.
@@ -485,19 +438,21 @@ class FusedCta:
         Addresses that two loops have in common are held over both: 28 bytes of spills at head dim
         64, which the first of them, the one that matters, loads again in every step.
         """
-        tile, q_tiles = tuple(map(_opaque, self.tile)), self.q_tiles.apart(_opaque)
-        return dataclasses.replace(self.anew(), tile=tile, q_tiles=q_tiles)
+        names = ("batch", "kv_head", "kv_start", "shift")
+        tile = {name: unshared(getattr(self, name)) for name in names}
+        q_tiles = self.q_tiles.apart()
+        return dataclasses.replace(self.anew(), **tile, q_tiles=q_tiles)
 
     # --- places ----------------------------------------------------------------------------------
 
     def query_tile(self, n):
-        """Returns (query head, rows) of the n-th Q tile."""
+        """Returns (query head, rows, Q block) of the n-th Q tile."""
         (head, block), block_q = self.q_tiles[n], self.blocks.block_q
-        return self.kv_head * self.problem.group + head, pl.ds(block * block_q, block_q)
+        return self.kv_head * self.problem.group + head, pl.ds(block * block_q, block_q), block
 
     def place(self, n) -> Place:
         """Returns the Place of the n-th Q tile against all keys of the KV tile."""
-        head, queries = self.query_tile(n)
+        head, queries, _ = self.query_tile(n)
         rows, columns = self.blocks.block_kv, self.blocks.block_q
         return Place(self.batch, head, self.kv_start, queries.start, rows, columns)
 
@@ -536,12 +491,12 @@ class FusedCta:
             others_stored=smem.others_stored,
         )
 
-    def put_dq(self, tile, wg, reduction_op: Literal["add"] | None = "add"):
-        """Starts to add a warpgroup's part of a dQ tile, a `query_tile`, to device memory.
+    def put_dq(self, n, wg, reduction_op: Literal["add"] | None = "add"):
+        """Starts to add a warpgroup's part of the n-th dQ tile to device memory.
 
         `reduction_op`: None to store it.
         """
-        (head, rows), batch = tile, self.batch
+        (head, rows, _), batch = self.query_tile(n), self.batch
         if self.blocks.dq_by_rows:
             size = self.dq_shape[0]
             index = batch, pl.ds(rows.start + wg * size, size), head, slice(None)
@@ -575,10 +530,6 @@ class FusedCta:
         plgpu.barrier_wait(self.smem.met)
 
 
-def _opaque(x):
-    return x if ints.is_static(x) else lax.optimization_barrier(x)
-
-
 @dataclasses.dataclass(frozen=True)
 class PairCta(FusedCta):
     """A CTA that takes all KV tiles of a pair, one after the other: `Launch.all_kv_tiles`.
@@ -591,38 +542,34 @@ class PairCta(FusedCta):
     kv_tiles: tuple[Any, Callable[[Any], KvTile]] = dataclasses.field(kw_only=True)
     kv_index: Any = 0
 
-    def visit(self, body: Callable[[FusedCta], None]):
+    def visit(self, body: Callable[[PairCta], None]):
         """Calls body(cta) for every KV tile, in a loop."""
         pl.loop(jnp.int32(0), self.kv_tiles[0])(lambda n: body(self.at_kv_tile(n)))
 
     def at_kv_tile(self, n) -> PairCta:
         """Returns this record at its n-th KV tile: rings go on, Q tiles are counted anew."""
-        tile = self.kv_tiles[1](n)
-        q_tiles = dataclasses.replace(self.q_tiles, shift=tile[3])
-        cta = dataclasses.replace(self, kv_index=n, tile=tile, q_tiles=q_tiles)
-        before = cta.before
+        batch, kv_head, kv_start, shift = self.kv_tiles[1](n)
+        q_tiles = dataclasses.replace(self.q_tiles, shift=shift)
+        before = n * q_tiles.total
         return dataclasses.replace(
-            cta,
+            self,
+            kv_index=n,
+            batch=batch,
+            kv_head=kv_head,
+            kv_start=kv_start,
+            shift=shift,
+            q_tiles=q_tiles,
             q=dataclasses.replace(self.q, before=before),
             do=dataclasses.replace(self.do, before=before),
         )
 
-    def again(self) -> FusedCta:
+    def again(self) -> PairCta:
         """Returns this record with its place computed anew, where loops would hold it."""
         return self.anew().at_kv_tile(lax.optimization_barrier(self.kv_index))
 
     def apart(self) -> FusedCta:
         """Returns this record with numbers from which nothing is shared with another loop."""
-        return dataclasses.replace(super().apart(), kv_index=_opaque(self.kv_index))
-
-    def drain_kv(self):
-        """Waits, as the loading warp, until K and V of all KV tiles have been read."""
-        self.kv.drain(self.kv_tiles[0])
-
-    def release_kv(self):
-        """Gives K and V back, in which dK and dV were staged."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.kv.release(self.kv_index)
+        return dataclasses.replace(super().apart(), kv_index=unshared(self.kv_index))
 
     @property
     def before(self):

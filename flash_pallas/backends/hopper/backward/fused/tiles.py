@@ -225,7 +225,7 @@ def choose_fused(problem: Problem) -> FusedBlocks | None:
     first = _table(problem)[problem.head_dim]
     if not may_sum_bias(problem, first.bias_cluster):
         first = without_sums(first)
-    lockstep = without_sums(_in_lockstep(first))
+    lockstep = dataclasses.replace(without_sums(first), ping_pong=False, late_handover=False)
     fewer = dataclasses.replace(lockstep, stages=2, do_stages=1, ds_stages=1)
     candidates = (first, dataclasses.replace(first, block_q=64), fewer, SMALLEST)
     takes_tiles = lambda b: problem.takes_tiles(b.block_q, b.block_kv)
@@ -316,11 +316,6 @@ def _only_a_bias(problem: Problem) -> bool:
         return False
     small = problem.bias_shape is not None and problem.bias_dtype.itemsize == 2
     return small and problem.features - {"sinks"} == {"bias"}
-
-
-def _in_lockstep(blocks: FusedBlocks) -> FusedBlocks:
-    """Returns `blocks` with warpgroups that meet in every step."""
-    return dataclasses.replace(blocks, ping_pong=False, late_handover=False)
 
 
 WARPGROUPS = 2  # that compute, 64 keys each

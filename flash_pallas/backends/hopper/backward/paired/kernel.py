@@ -451,7 +451,8 @@ def backward_paired(
         out_shapes.append(stand_in(*places, dtype=problem.dtype))
 
     if kernel.stores_dq:
-        shapes = {"dq": sums, "stored": dq_sums.flags(kernel.pairs * PAIR)}
+        flags = jax.ShapeDtypeStruct((kernel.pairs * PAIR,), jnp.int32)
+        shapes = {"dq": sums, "stored": flags}
         cleared = dq_sums.cleared(kernel, shapes)
     else:
         cleared = {"dq": dq_sums.zeros([sums.shape], interpret)[0]}
