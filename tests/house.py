@@ -137,7 +137,8 @@ def main() -> None:
     found = plain_gradient()
     if "--json" in sys.argv:
         names = {"files": sorted(found.files), "records": sorted(found.records)}
-        sys.stdout.write(json.dumps(names | {"deepest": found.deepest}))
+        counts = {"functions": len(found.functions), "deepest": found.deepest}
+        sys.stdout.write(json.dumps(names | counts))
         return
     lines = sum(len(path.read_text().splitlines()) for path in FILES)
     told = [str(found), f"lines {lines}, files {len(FILES)}"]
