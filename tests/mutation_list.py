@@ -367,6 +367,10 @@ SHARED_AND_HOPPER = (
     Mutation("far rows, which pair of a cluster", "backends/hopper/backward/fused/launches.py",
              "return lax.axis_index(axis) * size + ", "return lax.axis_index(axis) + ",
              "test_large_logits.py::test_launches_of_which_one_is_idle[far_pair_bias]"),
+    Mutation("large logits, rows of 40 columns", "backends/hopper/backward/fused/launches.py",
+             "arrays is None or may_read(problem, far, arrays)", "True",
+             "test_launches.py::test_rows_that_the_tiles_for_large_logits_cannot_read_have_one_launch"
+             "[40-1]"),
     Mutation("far rows, signs", "backends/hopper/backward/fused/tiles.py",
              "signs=near.signs", "signs=False",
              "test_large_logits.py::test_hopper_kernels[far_entries_dropout]"),

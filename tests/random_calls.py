@@ -168,7 +168,7 @@ def random_blocks(seed: int, number: int, chosen: dict[str, Any]) -> dict[str, A
 
 
 def _attention(draw: Draw) -> RandomCall:
-    kv_heads, group, batch = (draw.one_of(v) for v in ((1, 2, 4, 8), GROUPS, (1, 1, 2, 3, 8)))
+    kv_heads, group, batch = (draw.one_of(v) for v in ((1, 2, 4, 8), GROUPS, (1, 1, 2, 3, 8, 88)))
     heads, q_len = kv_heads * group, draw.one_of(Q_LENGTHS)
     kv_len = q_len if draw.chance(0.7) else draw.one_of(KV_LENGTHS)
     head_dim = draw.one_of(HEAD_DIMS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import flash_pallas as fp
 from flash_pallas.backends.gpu import launch as gpu_launch
 from flash_pallas.backends.hopper import HopperBackend
 from flash_pallas.backends.hopper.backward.fused.launches import fitting, launches_of
@@ -108,6 +110,15 @@ def test_the_launch_for_large_logits_has_a_cta_for_each_pair():
     near, far = launches_of(problem, BACKEND.attention.plan(problem, None).backward)
     assert near.grid == {"section": 16, "kv": 8, "pair": 16}
     assert far.grid == {"first": 256} and far.blocks.bias_cluster == near.blocks.bias_cluster == 2
+
+
+@pytest.mark.parametrize(("head_dim", "launches"), [(64, 2), (48, 2), (40, 1)])
+def test_rows_that_the_tiles_for_large_logits_cannot_read_have_one_launch(head_dim, launches):
+    x = jax.ShapeDtypeStruct((88, 260, 4, head_dim), jnp.bfloat16)
+    with fp.target("H200"):
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x: fp.flash_attention(x, x, x).sum()))(x)
+    names = re.findall(r"name=(flash_pallas_backward_fused\w*)", str(jaxpr))
+    assert len(names) == launches
 
 
 @pytest.mark.parametrize(

@@ -568,7 +568,7 @@ def backward_fused(
     if clears:
         gmem = gmem.with_padding(operands, *tile)
 
-    launches = launches_of(problem, blocks, interpret)
+    launches = launches_of(problem, blocks, arrays, interpret)
     if launches[0].part is Part.ALL_IF_NEAR:
         gmem = gmem.with_any_far()
     results: dict[str, Any] = {}

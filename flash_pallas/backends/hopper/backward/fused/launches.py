@@ -31,6 +31,7 @@ from .tiles import (
     FusedSmem,
     for_far_rows,
     hides_keys,
+    may_read,
     may_sum_bias,
     scratch,
     without_sums,
@@ -294,18 +295,33 @@ class Launch:
         return shapes
 
 
-def launches_of(problem: Problem, blocks: FusedBlocks, interpret: bool = False) -> list[Launch]:
-    """Returns the launches of a call, in order."""
-    launch = Launch(problem, blocks, interpret)
-    tiles = launch.pairs * launch.num_blocks
-    if blocks.sums_bias and _leaves_calls(problem, tiles):
+def launches_of(
+    problem: Problem,
+    blocks: FusedBlocks,
+    arrays: BackwardArrays | None = None,
+    interpret: bool = False,
+) -> list[Launch]:
+    """Returns the launches of a call, in order.
+
+    Args:
+        problem: problem with native head dims.
+        blocks: tile sizes.
+        arrays: operands; None: those of a call with these head dims.
+        interpret: run by the interpreter.
+    """
+    launch, far = Launch(problem, blocks, interpret), for_far_rows(blocks)
+    tiles, reads = (
+        launch.pairs * launch.num_blocks,
+        arrays is None or may_read(problem, far, arrays),
+    )
+    if blocks.sums_bias and reads and _leaves_calls(problem, tiles):
         chosen: tuple[Part, ...] = (Part.ALL_IF_NEAR, Part.ALL_IF_FAR)
     else:
         # Nothing else was tried.
-        may_leave = blocks.producer and blocks.split_q == blocks.bias_cluster == 1
+        may_leave = reads and blocks.producer and blocks.split_q == blocks.bias_cluster == 1
         leaves = may_leave and tiles >= ENOUGH and _leaves_pairs(problem)
         chosen = (Part.NEAR, Part.FAR) if leaves else (Part.ALL,)
-    far, launches = for_far_rows(blocks), [dataclasses.replace(launch, part=x) for x in chosen]
+    launches = [dataclasses.replace(launch, part=x) for x in chosen]
     return [dataclasses.replace(x, blocks=far) if x.all_kv_tiles else x for x in launches]
 
 

@@ -416,6 +416,16 @@ def scratch(
     )
 
 
+def may_read(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays) -> bool:
+    """Returns whether TMA can fill tiles of these blocks up to the head dim from the arrays.
+
+    Arrays of 40 and 56 columns fill tiles of 64 up where a warpgroup has all columns of dQ, with
+    swizzles of 128 bytes, and not where it has 32 of them.
+    """
+    columns = blocks.dq_tile(problem.head_dim)[1]
+    return bool(pipeline.swizzles(columns, problem.dtype, arrays.k.shape[-1]))
+
+
 def swizzles_of_k_and_v(problem: Problem, blocks: FusedBlocks, arrays: BackwardArrays | None):
     """Returns the swizzles in bytes of K (and Q) and of V (and dO).
 
