@@ -129,6 +129,7 @@ RIGHT = (
     of("attention", "gradient", dtype="float16"),
     of("attention", "gradient", *rows.EVERYTHING),
     of("attention", "gradient", "softcap", "hiding bias"),
+    of("attention", "gradient", "causal", "large logits"),
     of("attention", "gradient", *rows.LISTED),
     of("attention", "gradient", "positions", "segments", "bias of queries"),
     of("attention", "gradient", "causal at an offset", "traced window"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -200,13 +201,21 @@ ALONE = (
     *EVERYTHING,
     *("lists", "positions", "traced window", "float32 bias", "shared bias", "bias of keys"),
     *("bias of queries", "bias without gradient", "mask of keys", "causal at an offset"),
-    *("few queries", "whole tiles"),
+    *("few queries", "whole tiles", "large logits"),
+)
+# Calls of Hopper with so many entries that some launches are of rows with large logits alone.
+MANY = (
+    ("many entries",),
+    ("causal", "many entries"),
+    ("causal", "large logits", "many entries"),
+    ("large logits", "shared bias", "many entries"),
 )
 # What often comes together, and has tiles or loops of its own.
 TOGETHER = (
     ("causal", "GQA"),
     ("causal", "window"),
     ("causal", "whole tiles"),
+    ("causal", "large logits"),
     ("causal", "lists"),
     ("lists", "mask_mod"),
     ("causal", "bias"),
@@ -294,7 +303,7 @@ def _priority(row: Row) -> int:
 
 
 def _of_target(name: str, target: Target) -> Iterator[Row]:
-    for make in (_decodes, _ragged, _gradients, _tangents, _varlen):
+    for make in (_decodes, _ragged, _gradients, _of_many_entries, _tangents, _varlen):
         yield from make(name, target)
 
 
@@ -371,6 +380,14 @@ def _gradients(name: str, target: Target) -> Iterator[Row]:
                 yield from _by_plan(target, _longer(_some(every, options), options))
             else:
                 yield from _by_plan(target, _some(every, options))
+
+
+def _of_many_entries(name: str, target: Target) -> Iterator[Row]:
+    if target.backend != "hopper":
+        return
+    for options, dtype in itertools.product(MANY, HALVES):
+        for head_dim in (64, 40) if dtype == "bfloat16" else (64,):
+            yield Row(name, "attention", "gradient", head_dim, head_dim, dtype, options)
 
 
 def _tangents(name: str, target: Target) -> Iterator[Row]:
