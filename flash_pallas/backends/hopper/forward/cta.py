@@ -164,7 +164,9 @@ class ForwardPlan:
             while heads % swizzle_heads:
                 swizzle_heads -= 1
         return cls(
-            *(problem, blocks, interpret),
+            problem,
+            blocks,
+            interpret,
             aux=AuxiliaryInputs(problem, q_axis=0),
             matmuls=Matmuls(problem.dtype, interpret),
             far=far_of(problem.spec, problem.dtype),
@@ -212,7 +214,9 @@ class ForwardPlan:
             if problem.hides_by_arrays:
                 kv_whole = bounds.kv_whole(operands, WARPGROUP_ROWS, sizes[1])
         return ForwardGmem(
-            *(operands.q, operands.k, operands.v),
+            operands.q,
+            operands.k,
+            operands.v,
             table=jnp.asarray(self.table()),
             q_offset=operands.q_offset,
             kv_bounds=kv_bounds,

@@ -136,7 +136,9 @@ def chunks_after_steps(
         alibi_slopes=of_all(operands.alibi_slopes),
     )
     gmem = ForwardGmem(
-        *(q, operands.k, operands.v),
+        q,
+        operands.k,
+        operands.v,
         table=None,
         aux=plan.aux.arrays(aux_operands),
         ragged=RaggedGmem(
@@ -318,7 +320,9 @@ class RaggedPlan(ForwardPlan):
         blocks = blocks.possible(forward)
         tiles = most_tiles(problem, blocks.tile_rows) * forward.q_heads
         plan = cls.of(
-            *(forward, blocks, interpret),
+            forward,
+            blocks,
+            interpret,
             claims_ahead=claims_tiles(forward, blocks),
             page_size=problem.steps.spec.page_size or 0,
             starts=operands.kv_starts is not None,
