@@ -386,7 +386,7 @@ def _of_many_entries(name: str, target: Target) -> Iterator[Row]:
     if target.backend != "hopper":
         return
     for options, dtype in itertools.product(MANY, HALVES):
-        for head_dim in (64, 40) if dtype == "bfloat16" else (64,):
+        for head_dim in (64, 56, 40) if dtype == "bfloat16" else (64,):
             yield Row(name, "attention", "gradient", head_dim, head_dim, dtype, options)
 
 

@@ -310,10 +310,8 @@ def launches_of(
         interpret: run by the interpreter.
     """
     launch, far = Launch(problem, blocks, interpret), for_far_rows(blocks)
-    tiles, reads = (
-        launch.pairs * launch.num_blocks,
-        arrays is None or may_read(problem, far, arrays),
-    )
+    tiles = launch.pairs * launch.num_blocks
+    reads = arrays is None or may_read(problem, far, arrays)
     if blocks.sums_bias and reads and _leaves_calls(problem, tiles):
         chosen: tuple[Part, ...] = (Part.ALL_IF_NEAR, Part.ALL_IF_FAR)
     else:
