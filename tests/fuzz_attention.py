@@ -21,7 +21,8 @@ from .random_calls import Draw
 from .rounding_bounds import Unit
 
 MOST_PAIRS = 1_000_000  # logits of a call: the reference takes a second or two
-BATCHES = ((), (1,), (2,), (3,), (2, 2), (1, 3), (3, 1))
+# Of many entries too: from 1,056 tiles of keys on a backward has a launch for rows of large logits.
+BATCHES = ((), (1,), (2,), (3,), (2, 2), (1, 3), (3, 1), (400,), (4, 90))
 BLOCKS = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 64))
 INTEGERS = ("int32", "int32", "uint32", "int16")
 MODES = ("grad", "grad", "grad", "grad", "grad", "forward", "forward", "tangent", "hessian")
