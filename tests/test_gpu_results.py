@@ -1,7 +1,8 @@
-"""Kernels that have run on a GPU are those that run now: gpu_coverage.json.
+"""Kernels that have run on a GPU are those that run now: gpu_coverage.json and gpu_fuzz.json.
 
-`make coverage-gpu` writes that file on an H200. `make coverage-check` compares all rows; here are a
-fixed set of rows, and calls that "auto" gives to kernels.
+`make coverage-gpu` writes the first on an H200. `make coverage-check` compares all its rows; here
+are a fixed set of rows, and calls that "auto" gives to kernels. `make fuzz-gpu` writes the second,
+of which a sample of calls is compared here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import collections
 import dataclasses
 import functools
 import itertools
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,11 @@ from flash_pallas.coverage import check, rows, run
 from flash_pallas.coverage.calls import Row
 from flash_pallas.coverage.rows import TARGETS
 
-from . import digest
+from . import digest, gpu_fuzz
 from .random_calls import random_call
 
-PATH = Path(__file__).parent.parent / "benchmarks" / "results" / "gpu_coverage.json"
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+PATH, FUZZ = RESULTS / "gpu_coverage.json", RESULTS / "gpu_fuzz.json"
 PORTABLE = tuple(name for name in TARGETS if name != "hopper")
 HINT = "run `make coverage-gpu` on an H200: rows that have not changed are left out"
 CALLS = 40
@@ -182,3 +186,37 @@ def explained(number: int, gpu: str) -> list[Any]:
     standard = jax.numpy_dtype_promotion("standard")
     with standard, jax.enable_x64(call.x64), fp.target(gpu):
         return list(fp.explain(twin.run("auto"), *twin.arguments).calls)
+
+
+# --- Random calls ---------------------------------------------------------------------------------
+
+FUNCTIONS = (
+    "RingCache",
+    "append_kv",
+    "dot_product_attention",
+    "flash_attention",
+    "flash_attention_varlen",
+    "flash_attention_with_lse",
+    "flash_attention_with_max_logit",
+    "flash_decode",
+    "ragged_paged_attention",
+)
+SAMPLE = 8
+
+
+def test_random_calls_of_every_function_were_right():
+    fuzz = json.loads(FUZZ.read_text())
+    assert fuzz["wrong"] == [] and fuzz["calls"] >= 1500
+    right = lambda table, key: fuzz[table][key].get("right", 0)
+    assert right("by backend", "portable") >= 500 and right("by x64", "x64") >= 300
+    tiles = {"portable of this GPU", "portable 8.0", "portable 8.9"}
+    assert all(right("by tiles", name) for name in tiles)
+    assert all(right("by function", name) for name in FUNCTIONS)
+
+
+def test_the_kernels_of_random_calls_are_those_that_ran():
+    fuzz, rng = json.loads(FUZZ.read_text()), random.Random(digest.seed())
+    hint = f"run make fuzz-gpu COUNT=1500 SEED={fuzz['seed']} on an H100 or H200"
+    for number in rng.sample(sorted(fuzz["kernels"]), SAMPLE):
+        now = gpu_fuzz.kernels(fuzz["seed"], tuple(fuzz["backends"]), int(number))
+        assert now == fuzz["kernels"][number], f"the kernels of call {number} have changed: {hint}"
