@@ -139,7 +139,7 @@ coverage-gpu:
 coverage-check:
 	@$(SETUP) dev
 	$(PY) -m flash_pallas.coverage --check benchmarks/results/gpu_coverage.json
-	$(PY) -m pytest -q tests/test_gpu_results.py tests/gpu_results.py
+	$(PY) -m pytest -q tests/test_gpu_results.py
 
 fuzz-gpu:
 	@$(SETUP) dev cuda13
