@@ -10,19 +10,16 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def is_static(x) -> bool:
-    """Returns True for a Python int."""
-    return isinstance(x, int)
-
-
 def minimum(a, b):
     """Returns min(a, b); a Python int if both are."""
-    return min(a, b) if is_static(a) and is_static(b) else lax.min(jnp.int32(a), jnp.int32(b))
+    static = isinstance(a, int) and isinstance(b, int)
+    return min(a, b) if static else lax.min(jnp.int32(a), jnp.int32(b))
 
 
 def maximum(a, b):
     """Returns max(a, b); a Python int if both are."""
-    return max(a, b) if is_static(a) and is_static(b) else lax.max(jnp.int32(a), jnp.int32(b))
+    static = isinstance(a, int) and isinstance(b, int)
+    return max(a, b) if static else lax.max(jnp.int32(a), jnp.int32(b))
 
 
 def clip(x, low, high):
@@ -32,23 +29,23 @@ def clip(x, low, high):
 
 def floor_div(x, divisor: int):
     """Returns floor(x / divisor) for x >= 0, else 0: callers clip negative x at 0 anyway."""
-    return (
-        max(x, 0) // divisor
-        if is_static(x)
-        else lax.div(lax.max(x, jnp.int32(0)), jnp.int32(divisor))
-    )
+    if isinstance(x, int):
+        return max(x, 0) // divisor
+    return lax.div(lax.max(x, jnp.int32(0)), jnp.int32(divisor))
 
 
 def ceil_div(x, divisor: int):
     """Returns ceil(x / divisor), or 0 for negative x."""
-    return floor_div(x + (divisor - 1), divisor)
+    if isinstance(x, int):
+        return max(-(-x // divisor), 0)
+    return lax.div(lax.max(x + (divisor - 1), jnp.int32(0)), jnp.int32(divisor))
 
 
 def remainder(x, divisor: int):
     """Returns x mod divisor for x >= 0; free for divisor 1."""
     if divisor == 1:
         return 0
-    if is_static(x):
+    if isinstance(x, int):
         return x % divisor
     if divisor & (divisor - 1) == 0:
         return lax.bitwise_and(x, jnp.int32(divisor - 1))

@@ -33,9 +33,9 @@ class BlockRange(NamedTuple):
             (self.full_start, self.full_stop, False),
             (self.full_stop, self.stop, True),
         )
-        return [
-            z for z in zones if not (ints.is_static(z[0]) and ints.is_static(z[1]) and z[0] >= z[1])
-        ]
+        known = lambda x: isinstance(x, int)
+        none = lambda low, high: known(low) and known(high) and low >= high
+        return [zone for zone in zones if not none(*zone[:2])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Mask:
         if self.right is None:
             return first, end
         last = q_pos + self.right
-        static = ints.is_static(last) and ints.is_static(end)
+        static = isinstance(last, int) and isinstance(end, int)
         # While jit traces, jnp makes a tracer of two ints.
         return first, min(last, end) if static else jnp.minimum(last, end)
 

@@ -325,7 +325,7 @@ def mask_everywhere(problem: Problem) -> bool:
 
 def unshared(x):
     """Returns a number from which the compiler computes nothing that others share, or holds."""
-    return x if ints.is_static(x) else lax.optimization_barrier(x)
+    return x if isinstance(x, int) else lax.optimization_barrier(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,9 +405,9 @@ class QTileRange:
             ragged = kv_start + kv_rows > kv_len
             full_start = lax.select(ragged, jnp.int32(stop), jnp.int32(full_start))
         masks = "all" if mask_all else "some"
-        if not mask_everywhere(problem) and ints.is_static(full_start) and full_start == 0:
+        if not mask_everywhere(problem) and isinstance(full_start, int) and full_start == 0:
             masks = "none"
-        shifted = not (ints.is_static(shift) and shift == 0)
+        shifted = not (isinstance(shift, int) and shift == 0)
         if shifted and masks == "some":
             raise ValueError("stagger of the fused backward with this mask: only with mask_all")
         full_start = ints.minimum(full_start, stop)
@@ -467,7 +467,7 @@ class QTileRange:
     def block(self, i):
         """Returns the i-th Q block of a head, in the order of the range."""
         if self.masks != "some":
-            if not (ints.is_static(self.shift) and self.shift == 0):
+            if not (isinstance(self.shift, int) and self.shift == 0):
                 i = lax.rem(i + self.shift, jnp.int32(self.per_head))
             return self.start + i
         block = jnp.int32(self.full_start + i)

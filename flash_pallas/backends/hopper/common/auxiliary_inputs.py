@@ -215,7 +215,7 @@ class AuxiliaryInputs:
 
     def row_value(self, ref, shape, place: Place):
         """Loads a bias or mask into registers; None if it streams or is absent."""
-        kind = self.kind(shape)
+        kind = auxiliary_arrays.kind(shape, self.q_axis)
         if kind not in ("rows", "scalar"):
             return None
         entry, head = self.entry(shape, place)

@@ -74,7 +74,8 @@ class Ring:
 
     def use(self, n):
         """Returns the number of the n-th use among all uses."""
-        return n if ints.is_static(self.before) and self.before == 0 else n + self.before
+        none = isinstance(self.before, int) and self.before == 0
+        return n if none else n + self.before
 
     def slot(self, n):
         """Returns the slot of the n-th use."""

@@ -9,6 +9,7 @@ with long lists come first: see longest_first in core/block_lists.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -313,7 +314,7 @@ class QTile(NamedTuple):
     @property
     def kv_stop(self):
         """One past the last KV block of the tile."""
-        return self.kv_blocks if ints.is_static(self.kv_start) else self.kv_start + self.kv_blocks
+        return self.kv_blocks if isinstance(self.kv_start, int) else self.kv_start + self.kv_blocks
 
     def kv_block(self, j):
         """Returns the index of the j-th KV block: from the right, or in the order of its list."""
@@ -431,19 +432,29 @@ class ForwardCta:
             number = number + jnp.int32(self.plan.num_ctas)
         return number, self.exists(number)
 
-    def each_tile(self, body: Callable, carry):
-        """Runs carry, (number, _) = body(n, number, carry) for each tile; returns the last carry.
+    def each_tile(self, body: Callable, carry, *scoped):
+        """Runs carry, (number, _) = body(n, number, carry, *refs) for each tile.
 
-        body's (number, _) are those of `claim` or `following`.
+        Args:
+            body: what runs; its (number, _) are those of `claim` or `following`.
+            carry: of the first tile.
+            *scoped: accumulators, whose refs each call of `body` gets.
+
+        Returns:
+            The carry after the last tile.
         """
         if not self.plan.claims:
-            count = self.num_listed()
-            step = lambda n, carry: body(n, self.listed_tile(n), carry)[0]
-            return lax.fori_loop(jnp.int32(0), count, step, carry)
+
+            def listed(n, carry):
+                call = functools.partial(body, n, self.listed_tile(n), carry)
+                return pl.run_scoped(call, *scoped)[0]
+
+            return lax.fori_loop(jnp.int32(0), self.num_listed(), listed, carry)
 
         def claimed(state):
             n, number, carry = state
-            carry, (number, _) = body(n, number, carry)
+            call = functools.partial(body, n, number, carry)
+            carry, (number, _) = pl.run_scoped(call, *scoped)
             return n + 1, number, carry
 
         more = lambda state: self.exists(state[1])
@@ -515,7 +526,7 @@ class ForwardCta:
         return [("all", first, plain), ("none", plain, masked), ("all", masked, last)]
 
     def whole_kv_tiles(self, tile: QTile):
-        """Returns (first, one past the last) of the KV blocks that this warpgroup sees whole."""
+        """Returns `ForwardPlan.whole_kv_tiles` of this warpgroup's rows."""
         return self.plan.whole_kv_tiles(tile.position + self.wg * WARPGROUP_ROWS)
 
     def row_fragments(self, tile: QTile) -> TileInputs:

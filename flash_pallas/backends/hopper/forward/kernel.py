@@ -93,21 +93,20 @@ def forward(
         max_logit=per_row if problem.spec.max_logit else None,
     )
 
-    def run(counter):
-        call = launch(
-            functools.partial(forward_teams, plan, counter),
-            out=(out,),
-            scratch=team_scratch(problem, blocks, gmem.q, gmem.v, out.o),
-            grid={"cta": pl.cdiv(plan.num_ctas, blocks.teams)},
-            threads=(blocks.warpgroups + blocks.producer) * blocks.teams,
-            name="flash_pallas_forward",
-            interpret=interpret,
-        )
-        return call(gmem)
-
+    kernel = functools.partial(forward_teams, plan)
+    prepared = functools.partial(
+        launch,
+        out=(out,),
+        scratch=team_scratch(problem, blocks, gmem.q, gmem.v, out.o),
+        grid={"cta": pl.cdiv(plan.num_ctas, blocks.teams)},
+        threads=(blocks.warpgroups + blocks.producer) * blocks.teams,
+        name="flash_pallas_forward",
+        interpret=interpret,
+    )
     if not plan.claims:
-        return run(None)[0]
-    return with_state(run, jnp.zeros((1,), jnp.int32), (out,))[1][0]
+        return prepared(functools.partial(kernel, None))(gmem)[0]
+    claiming = lambda counter: prepared(functools.partial(kernel, counter))(gmem)
+    return with_state(claiming, jnp.zeros((1,), jnp.int32), (out,))[1][0]
 
 
 def forward_teams(
@@ -165,40 +164,42 @@ def consume(cta: ForwardCta):
     rows = rows._replace(p=p, only=joined(plan, None, p, "last"))
     is_last = cta.wg == plan.blocks.warpgroups - 1  # which lets the first one go
     pl.when(is_last)(functools.partial(ping_pong_arrive, cta))
-    _, used = cta.each_tile(functools.partial(mainloop, cta), (rows, jnp.int32(0)))
+    o_acc = plgpu.ACC((WARPGROUP_ROWS, plan.problem.v_head_dim), jnp.float32)
+    _, used = cta.each_tile(functools.partial(mainloop, cta), (rows, jnp.int32(0)), o_acc)
     if not plan.blocks.producer:
         drain_inline(cta, used)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def mainloop(cta: ForwardCta, n, number, carry):
+def mainloop(cta: ForwardCta, n, number, carry, o_acc):
     """Runs the steps and the epilogue of the CTA's n-th Q tile, which has this number.
 
-    `carry` is (rows after the first softmax of the tile, ring position of its first KV block).
-    Returns (carry of the next tile, following): its (number, whether it exists), or None where the
-    kernel is not persistent.
+    Args:
+        cta: the CTA.
+        n: counts its tiles from 0.
+        number: of the tile.
+        carry: (rows after the first softmax of the tile, ring position of its first KV block).
+        o_acc: accumulator of O.
+
+    Returns:
+        (carry of the next tile, following): its (number, whether it exists), or None where the
+        kernel is not persistent.
     """
-    plan = cta.plan
-
-    def steps(o_acc):
-        rows, used = carry
-        tile, following, step_cta = cta.q_tile(number)._replace(used=used), None, cta
-        if not plan.blocks.producer:
-            step_cta, following = load_inline(cta, n, number, tile)
-        tile = tile._replace(fragments=step_cta.row_fragments(tile))
-        for edges, low, high in step_cta.zones(tile):
-            fold_block = functools.partial(step, step_cta, tile, o_acc, edges=edges)
-            rows = lax.fori_loop(low, high, fold_block, rows)
-        after = used + tile.kv_blocks
-        if not plan.blocks.persistent:
-            epilogue(step_cta, tile, rows, after, o_acc)
-            return (rows, after), None
-        following = following or step_cta.following(n)
-        rows = overlapped_epilogue(step_cta, number, following, rows, after, o_acc)
-        return (rows, after), following
-
-    o_acc = plgpu.ACC((WARPGROUP_ROWS, plan.problem.v_head_dim), jnp.float32)
-    return pl.run_scoped(steps, o_acc)
+    (rows, used), blocks = carry, cta.plan.blocks
+    tile, following, step_cta = cta.q_tile(number)._replace(used=used), None, cta
+    if not blocks.producer:
+        step_cta, following = load_inline(cta, n, number, tile)
+    tile = tile._replace(fragments=step_cta.row_fragments(tile))
+    for edges, low, high in step_cta.zones(tile):
+        fold_block = functools.partial(step, step_cta, tile, o_acc, edges=edges)
+        rows = lax.fori_loop(low, high, fold_block, rows)
+    after = used + tile.kv_blocks
+    if not blocks.persistent:
+        epilogue(step_cta, tile, rows, after, o_acc)
+        return (rows, after), None
+    following = following or step_cta.following(n)
+    rows = overlapped_epilogue(step_cta, number, following, rows, after, o_acc)
+    return (rows, after), following
 
 
 def step(cta: ForwardCta, tile: QTile, o_acc, j, rows: ForwardRows, *, edges: str) -> ForwardRows:
