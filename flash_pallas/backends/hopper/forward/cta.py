@@ -432,13 +432,13 @@ class ForwardCta:
             number = number + jnp.int32(self.plan.num_ctas)
         return number, self.exists(number)
 
-    def each_tile(self, body: Callable, carry, *scoped):
-        """Runs carry, (number, _) = body(n, number, carry, *refs) for each tile.
+    def each_tile(self, body: Callable, carry, acc=None):
+        """Runs carry, (number, _) = body(n, number, carry) for each tile.
 
         Args:
             body: what runs; its (number, _) are those of `claim` or `following`.
             carry: of the first tile.
-            *scoped: accumulators, whose refs each call of `body` gets.
+            acc: an accumulator, whose ref each call of `body` gets as well; None: there is none.
 
         Returns:
             The carry after the last tile.
@@ -447,14 +447,14 @@ class ForwardCta:
 
             def listed(n, carry):
                 call = functools.partial(body, n, self.listed_tile(n), carry)
-                return pl.run_scoped(call, *scoped)[0]
+                return (call() if acc is None else pl.run_scoped(call, acc))[0]
 
             return lax.fori_loop(jnp.int32(0), self.num_listed(), listed, carry)
 
         def claimed(state):
             n, number, carry = state
             call = functools.partial(body, n, number, carry)
-            carry, (number, _) = pl.run_scoped(call, *scoped)
+            carry, (number, _) = call() if acc is None else pl.run_scoped(call, acc)
             return n + 1, number, carry
 
         more = lambda state: self.exists(state[1])
