@@ -66,7 +66,7 @@ demo:
 
 compile-check:
 	@VENV=$(VENV)-cuda bash .ci/setup compile
-	$(VENV)-cuda/bin/python -m pytest -q -m compile tests/compile_check tests/test_runtime.py
+	$(VENV)-cuda/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m compile tests/compile_check tests/test_runtime.py
 	$(VENV)-cuda/bin/python -m tests.compile_check $(if $(PART),--part $(PART))
 	$(VENV)-cuda/bin/python -m tests.compile_check --target a100 --only "64 bfloat16 full" "64 bfloat16 causal" "128 bfloat16 full" "128 bfloat16 causal"
 	$(VENV)-cuda/bin/python -m tests.compile_check --target rtx5090 --only "128 bfloat16 causal"
@@ -82,7 +82,7 @@ fuzz-lowering:
 # A part of it with jax 0.12, whose compiler is another: the loops over masked and whole tiles.
 compile-check-0.12:
 	@VENV=$(VENV)-0.12 CONSTRAINTS=.ci/constraints-0.12.txt bash .ci/setup compile
-	$(VENV)-0.12/bin/python -m pytest -q -m compile tests/compile_check -k "plans or traded or ahead or why_not or reproduction"
+	$(VENV)-0.12/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m compile tests/compile_check -k "plans or traded or ahead or why_not or reproduction"
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 128 bfloat16 causal" "ward 512 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --only "ward 256 bfloat16 causal"
 	$(VENV)-0.12/bin/python -m tests.compile_check --target a100 --only "128 bfloat16 causal"
