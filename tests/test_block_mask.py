@@ -657,6 +657,9 @@ def test_memory_of_a_gradient_is_linear_in_the_length():
     assert temporary(length) < 40 * length * 2 * 64 * 2
 
 
+@pytest.mark.thorough(
+    always=["window and global", "prefix", "documents", "listed by heads", "tall blocks"]
+)
 @pytest.mark.parametrize("recipe", block_masks.RECIPES)
 def test_every_recipe_on_xla(recipe):
     case = Case(recipe, T=260, S=300, B=2, N=4, K=2, H=16, block_mask=recipe)

@@ -91,27 +91,27 @@ def _of(target: str, function: str, wanted: str, dims, options=(), dtype="bfloat
 
 
 FIXED = (
-    *_of("hopper", "attention", "gradient", (64, 96, 128, 192, 256, 512)),
+    *_of("hopper", "attention", "gradient", (64, 128, 512)),
     *_of("hopper", "attention", "gradient", (128,), ("deterministic",)),
     *_of("hopper", "attention", "gradient", (64,), dtype="float32"),
     *_of("hopper", "attention", "tangents", (64,)),
     *_of("hopper", "attention", "linear", (128,)),
     *_of("hopper", "attention", "hessian", (64,)),
-    *_of("hopper", "decode", "output", (64, 128, 256, 576)),
-    *_of("hopper", "decode", "output", (128, 576), _DECODE_ALL),
-    *_of("hopper", "decode", "output", (128, 256), ("int8",)),
+    *_of("hopper", "decode", "output", (128, 576)),
+    *_of("hopper", "decode", "output", (576,), _DECODE_ALL),
+    *_of("hopper", "decode", "output", (128,), ("int8",)),
     *_of("hopper", "ragged", "output", (128,), _RAGGED_ALL),
-    *_of("portable-227", "attention", "gradient", (64, 128, 256, 512)),
-    *_of("portable-227", "decode", "output", (64, 128, 288, 576)),
-    *_of("portable-227", "decode", "output", (64, 320), ("float8_e4m3fn",)),
-    *_of("portable-163", "attention", "gradient", (64, 128, 512)),
+    *_of("portable-227", "attention", "gradient", (128, 512)),
+    *_of("portable-227", "decode", "output", (64, 576)),
+    *_of("portable-227", "decode", "output", (320,), ("float8_e4m3fn",)),
+    *_of("portable-163", "attention", "gradient", (128,)),
     *_of("portable-163", "attention", "linear", (64,)),
-    *_of("portable-99", "attention", "gradient", (64, 128, 192)),
-    *_of("portable-99", "decode", "output", (128, 512), _DECODE_ALL),
+    *_of("portable-99", "attention", "gradient", (64,)),
+    *_of("portable-99", "decode", "output", (512,), _DECODE_ALL),
 )
 
 
-SAMPLE = 8
+SAMPLE = 5
 
 
 @pytest.mark.parametrize("row", FIXED, ids=lambda row: row.key)
