@@ -278,6 +278,25 @@ def _first_calls() -> Figures:
         yield file, f"\n{table}\n"
 
 
+# Which tiles a loop is for, where a kernel has several that calls like these run.
+LOOPS = {("fa3", 0): ", cut by the mask", ("fa3", 1): ", others"}
+
+
+def _instructions() -> Figures:
+    """Yields the table of instructions of a tile in the backward's main loops."""
+    rows = [x for x in rows_of("backward_instructions") if x["kernel"] == "fa3" or x["loop"] == 0]
+    several = {x["cell"] for x in rows if x["loop"]}
+    body = []
+    for row in sorted(rows, key=lambda x: x["cell"]):
+        ours = row["kernel"] == OURS
+        tiles = "" if ours or row["cell"] not in several else LOOPS[row["kernel"], row["loop"]]
+        name = "`flash_pallas`" if ours else f"FlashAttention-3{tiles}"
+        counts = (row["rows"], row["instructions"], *row["groups"].values())
+        body.append([row["cell"], name, *map(str, counts)])
+    head = ["B,T,N,K,H", "tiles of", "queries", "instructions", *rows[0]["groups"]]
+    yield "backward_instructions", f"\n{markdown.grid(head, body)}\n"
+
+
 FAMILIES = (
     _speeds,
     _beside_cudnn,
@@ -288,6 +307,7 @@ FAMILIES = (
     _wide,
     _client,
     _first_calls,
+    _instructions,
 )
 
 
