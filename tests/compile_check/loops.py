@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import itertools
 import json
 import re
@@ -198,7 +197,8 @@ def main() -> None:
     if arguments.fa3 is not None:
         rows += theirs(arguments.fa3, arguments.cuobjdump, tools)
     about = {"target": H200.name, "ptxas": tools.version(), "fa3": "dew-flash-attn-cu13 0.3.6"}
-    about |= results.versions() | {"commit": results.commit(), "date": str(datetime.date.today())}
+    run = results.header("backward_instructions", {})
+    about |= {name: run[name] for name in ("date", "commit", "versions")}
     arguments.out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
