@@ -1,8 +1,8 @@
 """The choice of cases for `make test`: all that are not thorough, and some of those that are.
 
 A test is thorough by its mark: `@pytest.mark.thorough(always=["name of a case"])`. Of its cases run
-those that the mark names; a sixteenth of those that a mutation names, and a hundredth of the others.
-Which ones goes by the seed of digest.py.
+those that the mark names, a sixteenth of those that a mutation names, and a hundredth of the
+others. Which ones goes by the seed of digest.py.
 """
 
 from __future__ import annotations
