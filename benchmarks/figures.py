@@ -295,6 +295,17 @@ def _instructions() -> Figures:
         body.append([row["cell"], name, *map(str, counts)])
     head = ["B,T,N,K,H", "tiles of", "queries", "instructions", *rows[0]["groups"]]
     yield "backward_instructions", f"\n{markdown.grid(head, body)}\n"
+    found = {(x["cell"], x["kernel"], x["loop"]): x for x in rows}
+    count = lambda key, opcode: found[key]["opcodes"].get(opcode, 0)
+    at_64, at_128, grouped = "4,4k,32,32,64 causal", "4,4k,16,16,128 causal", "2,8k,32,8,128 causal"
+    more = lambda a, b, opcode: str(count(a, opcode) - count(b, opcode))
+    ours, fa3 = (at_128, OURS, 0), (at_128, "fa3", 0)
+    yield "instructions.selects", more(ours, fa3, "FSEL")
+    yield "instructions.compares", more(fa3, ours, "ISETP")
+    yield "instructions.compares.64", more((at_64, OURS, 0), (at_64, "fa3", 1), "ISETP")
+    yield "instructions.shuffles.64", str(count((at_64, "fa3", 1), "SHFL"))
+    all_of = lambda key: found[key]["instructions"]
+    yield "instructions.division", str(all_of((grouped, OURS, 0)) - all_of(ours))
 
 
 FAMILIES = (
