@@ -105,7 +105,7 @@ def _jax_0_12() -> Figures:
 
 
 class Reading(NamedTuple):
-    """Call that a speed relative to FlashAttention-4 is of."""
+    """Call that a speed relative to another FlashAttention is of."""
 
     file: str
     batch: int
@@ -116,29 +116,33 @@ class Reading(NamedTuple):
     direction: str
 
 
-def readings() -> list[tuple[Reading, float]]:
-    """Returns the speeds relative to FlashAttention-4 of all cells, some of which occur twice."""
+# The results files that have a peer next to ours.
+FILES = {"fa3": ("fa3",), "fa4": ("fa4", "h200_fa4")}
+
+
+def readings(peer: str) -> list[tuple[Reading, float]]:
+    """Returns the speeds relative to a peer of all cells, some of which are in two files."""
     found = []
-    for file in ("fa4", "h200_fa4"):
+    for file in FILES[peer]:
         for row in rows_of(file):
             if row["provider"] == OURS:
                 sizes = row["batch"], row["q_len"], row["q_heads"] > row["kv_heads"]
                 of = Reading(file, *sizes, row["head_dim"], row["causal"], row["direction"])
-                found.append((of, row["relative"]["fa4"]))
+                found.append((of, row["relative"][peer]))
     return found
 
 
 def read_twice() -> list[list[float]]:
     """Returns both ratios to FlashAttention-4 of each cell that is in both tables."""
     cells: dict[tuple, list[float]] = {}
-    for of, ratio in readings():
+    for of, ratio in readings("fa4"):
         cells.setdefault(of[1:], []).append(ratio)
     return [found for found in cells.values() if len(found) == 2]
 
 
-def _counted(direction: str, most_head_dim: int) -> str:
+def _counted(peer: str, direction: str, most_head_dim: int) -> str:
     """Says of how many readings up to a head dim ours is ahead, level and behind."""
-    cells = [(of.head_dim, x) for of, x in readings() if of.direction == direction]
+    cells = [(of.head_dim, x) for of, x in readings(peer) if of.direction == direction]
     ratios = [x for head_dim, x in cells if head_dim <= most_head_dim]
     low, high = LEVEL
     ahead, behind = sum(x > high for x in ratios), sum(x < low for x in ratios)
@@ -159,13 +163,13 @@ def _beside_flash_attention_4() -> Figures:
     """Yields the speed relative to FlashAttention-4, by what decides it."""
 
     def of_cells(direction: str, wanted: Callable[[Reading], bool]) -> str:
-        last = dict(readings()).items()  # of a cell that one file has twice, tables have the last
-        return span(x for of, x in last if of.direction == direction and wanted(of))
+        last = dict(readings("fa4"))  # of a cell that one file has twice, tables have the last
+        return span(x for of, x in last.items() if of.direction == direction and wanted(of))
 
     backward = functools.partial(of_cells, "backward")
     to_192 = lambda of: of.head_dim <= 192
-    yield "fa4.forward.readings", _counted("forward", 256)
-    yield "fa4.backward.readings", _counted("backward", 192)
+    yield "fa4.forward.readings", _counted("fa4", "forward", 256)
+    yield "fa4.backward.readings", _counted("fa4", "backward", 192)
     yield "fa4.forward", of_cells("forward", lambda of: True)
     for head_dim in (64, 96, 128, 192, 256):
         at_head_dim = lambda of, head_dim=head_dim: of.head_dim == head_dim
@@ -187,7 +191,11 @@ def _beside_flash_attention_4() -> Figures:
 
 
 def _beside_flash_attention_3() -> Figures:
-    """Yields the speed of FlashAttention-3 relative to ours, with modifiers."""
+    """Yields our speed relative to FlashAttention-3, and with modifiers that of its to ours."""
+    yield "fa3.forward.readings", _counted("fa3", "forward", 256)
+    yield "fa3.backward.readings", _counted("fa3", "backward", 192)
+    at_256 = lambda of: (of.direction, of.head_dim) == ("backward", 256)
+    yield "fa3.backward.256", span(x for of, x in readings("fa3") if at_256(of))
     rows = rows_of("features_fa3")
     for direction in OPERATIONS:
         documents, others = [], []
