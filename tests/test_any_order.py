@@ -269,7 +269,7 @@ def test_check_grads(order):
     check_grads(ANY, tuple(arrays(3, (1, 5, 1, 2))), order=order, modes=("fwd", "rev"))
 
 
-@pytest.mark.thorough(always=["64"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("width", [64, 128])
 def test_hopper_runs_the_same_kernels_for_a_gradient(width):
@@ -332,7 +332,7 @@ def test_memory_is_linear_in_the_length(order):
     assert large <= 4.5 * small and large < 8192 * 8192  # of 4 bytes each would be four times that
 
 
-@pytest.mark.thorough(always=["shard_map", "Explicit"])
+@pytest.mark.thorough(always=["shard_map"])
 @pytest.mark.parametrize("how", ["Auto", "Explicit", "shard_map"])
 def test_sharded_over_batch_and_heads(how, eight_devices):
     kind = AxisType.Explicit if how == "Explicit" else AxisType.Auto
@@ -352,7 +352,7 @@ def test_sharded_over_batch_and_heads(how, eight_devices):
             close(run(attend, [*map(put, given)]), expected)
 
 
-@pytest.mark.thorough(always=["MeanFlow-True-ring"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("modified", [False, True])
 @pytest.mark.parametrize("name", ["jvp of grad", "grad of grad", "MeanFlow"])

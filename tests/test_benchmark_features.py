@@ -135,6 +135,7 @@ def test_the_groups_of_flash_attention_3():
     assert all(group.has("fa3") for group in found)
 
 
+@pytest.mark.thorough(always=["causal, sinks"])
 @pytest.mark.parametrize("variant", FA3_CALLS, ids=lambda v: v.name)
 def test_flash_attention_3_is_called_as_it_wants(monkeypatch, variant):
     calls = flash_attention_3_stand_in.install(monkeypatch)

@@ -48,6 +48,7 @@ def test_the_stacks_compute_the_same(small):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_window_is_of_local_layers(small):
     tokens = jax.random.randint(jax.random.key(0), (1, TOKENS + 1), 0, run_stack.VOCABULARY)
     losses = []

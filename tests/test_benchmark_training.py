@@ -234,7 +234,7 @@ def test_rates_are_of_collectives_that_all_run(devices, kind):
     assert (sent.kind, sent.nbytes) == (kind, 2 * 4096)  # XLA widens bfloat16 on a CPU
 
 
-@pytest.mark.thorough(always=["weak-2"])
+@pytest.mark.thorough
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize(("scaling", "growth"), [("weak", 2), ("strong", 1)])
 def test_a_sharded_run_to_its_table(tmp_path, monkeypatch, eight_devices, scaling, growth):

@@ -416,10 +416,9 @@ ATTENTION = (
     case("bfloat16", ("indices", "BK", SMALL), dtype="bfloat16", causal=True, q_offset=60),
     case("one query", ("indices", "BN", SMALL), T=1, q_offset=259, causal=True),
 )  # fmt: skip
-ALWAYS = ["indices and window", "dense and mask"]
 
 
-@pytest.mark.thorough(always=ALWAYS)
+@pytest.mark.thorough(always=["indices and window"])
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_attention_and_all_gradients(case):
     checks.assert_matches_oracle(checks.bind("xla"), case)
@@ -576,7 +575,7 @@ OF_BATCH_AND_HEADS = {
 }
 
 
-@pytest.mark.thorough(always=["own-auto", "per KV head-explicit"])
+@pytest.mark.thorough(always=["per KV head-explicit"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("of", OF_BATCH_AND_HEADS.values(), ids=OF_BATCH_AND_HEADS)
 def test_shards_of_batch_and_heads(devices, of, types):
@@ -657,9 +656,7 @@ def test_memory_of_a_gradient_is_linear_in_the_length():
     assert temporary(length) < 40 * length * 2 * 64 * 2
 
 
-@pytest.mark.thorough(
-    always=["window and global", "prefix", "documents", "listed by heads", "tall blocks"]
-)
+@pytest.mark.thorough(always=["prefix", "documents"])
 @pytest.mark.parametrize("recipe", block_masks.RECIPES)
 def test_every_recipe_on_xla(recipe):
     case = Case(recipe, T=260, S=300, B=2, N=4, K=2, H=16, block_mask=recipe)

@@ -154,7 +154,6 @@ RIGHT = (
 @pytest.mark.thorough(
     always=[
         of("attention", "gradient", *rows.LISTED).key,
-        of("attention", "hessian", "causal", "softcap").key,
         of("decode", "output", "24 rows", "drafts", "traced window", "ALiBi").key,
         of("ragged", "output", "pages of 64", *rows.RAGGED_ALL).key,
     ]

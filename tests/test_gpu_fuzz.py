@@ -222,6 +222,7 @@ def _call(number: int) -> list[int]:
     return [number]
 
 
+@pytest.mark.thorough
 def test_a_process_that_hangs_or_ends_is_replaced():
     arguments = argparse.Namespace(
         seed=0, first=0, count=5, minutes=9.0, processes=2, limit=3.0, json=None

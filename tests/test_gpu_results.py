@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PATH, FUZZ = RESULTS / "gpu_coverage.json", RESULTS / "gpu_fuzz.json"
 PORTABLE = tuple(name for name in TARGETS if name != "hopper")
 HINT = "run `make coverage-gpu` on an H200: rows that have not changed are left out"
-CALLS = 40
+CALLS = 20
 GPUS = {"h200": "hopper", "a100": "portable", "l40s": "portable"}
 
 
@@ -92,21 +92,12 @@ def _of(target: str, function: str, wanted: str, dims, options=(), dtype="bfloat
 
 FIXED = (
     *_of("hopper", "attention", "gradient", (64, 128, 512)),
-    *_of("hopper", "attention", "gradient", (128,), ("deterministic",)),
-    *_of("hopper", "attention", "gradient", (64,), dtype="float32"),
-    *_of("hopper", "attention", "tangents", (64,)),
     *_of("hopper", "attention", "linear", (128,)),
-    *_of("hopper", "attention", "hessian", (64,)),
-    *_of("hopper", "decode", "output", (128, 576)),
     *_of("hopper", "decode", "output", (576,), _DECODE_ALL),
-    *_of("hopper", "decode", "output", (128,), ("int8",)),
     *_of("hopper", "ragged", "output", (128,), _RAGGED_ALL),
-    *_of("portable-227", "attention", "gradient", (128, 512)),
-    *_of("portable-227", "decode", "output", (64, 576)),
-    *_of("portable-227", "decode", "output", (320,), ("float8_e4m3fn",)),
-    *_of("portable-163", "attention", "gradient", (128,)),
+    *_of("portable-227", "attention", "gradient", (128,)),
+    *_of("portable-227", "decode", "output", (576,)),
     *_of("portable-163", "attention", "linear", (64,)),
-    *_of("portable-99", "attention", "gradient", (64,)),
     *_of("portable-99", "decode", "output", (512,), _DECODE_ALL),
 )
 

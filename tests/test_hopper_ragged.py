@@ -24,7 +24,7 @@ from .interpreter import race_checked
 BY_NAME = {mix.name: mix for mix in MIXES}
 
 
-@pytest.mark.thorough(always=["steps_between", "everything", "steps_alone"])
+@pytest.mark.thorough(always=["everything"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_chunks(mix):
@@ -33,6 +33,7 @@ def test_chunks(mix):
     assert_matches_oracle(mix, found, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.interpret
 def test_heads_in_sections(monkeypatch):
     """Runs the tiles of one KV head before those of the other."""
@@ -44,7 +45,7 @@ def test_heads_in_sections(monkeypatch):
     assert_matches_oracle(mix, found, whole)
 
 
-@pytest.mark.thorough(always=["2-sides1"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("num_splits", "sides"), [(1, ()), (2, ("sinks", "slopes")), (MOST_ELSEWHERE + 1, ())]

@@ -157,7 +157,7 @@ PAIR_BIAS = [
 ]  # fmt: skip
 
 
-@pytest.mark.thorough(always=["far_pair_bias"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", PAIR_BIAS, ids=str)
 def test_launches_of_which_one_is_idle(case, monkeypatch):

@@ -489,12 +489,7 @@ def compare(call: Call, run, expected_of, mesh, jitted: bool):
 NAMED = {**CALLS, **ON_MESH}
 
 
-ALWAYS = (
-    "dot_product_attention",
-    "BlockMask.from_indices",
-    "BlockMask.__or__",
-    "parallel.context_parallel_attention ring",
-)
+ALWAYS = ("dot_product_attention", "BlockMask.from_indices")
 
 
 @pytest.mark.thorough(always=[f"{name}-explicit-eager" for name in ALWAYS])

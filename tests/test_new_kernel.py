@@ -30,6 +30,7 @@ Smem = collections.namedtuple("Smem", "q k aux q_full ring")
 Cta = collections.namedtuple("Cta", "gmem out smem place kv_tiles")
 
 
+@pytest.mark.thorough(always=["bias"])
 @dataclasses.dataclass(frozen=True)
 class MaxLogit:
     """One launch of the kernel; the methods are the phases of a CTA."""

@@ -32,7 +32,7 @@ def linen_modules(causal, **fields):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.thorough(always=["batch1-True"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("batch", "causal"), [((2,), False), ((2,), True), ((), True), ((2, 3), False)]
 )

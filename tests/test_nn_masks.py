@@ -30,7 +30,7 @@ def of_rank_four(x):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.thorough(always=["heads", "padding"])
+@pytest.mark.thorough(always=["heads"])
 @pytest.mark.parametrize(
     ("mask", "bias"),
     [

@@ -95,7 +95,7 @@ def make_nnx(fields, params, **sizes):
     return module
 
 
-@pytest.mark.thorough(always=["ALiBi", "documents"])
+@pytest.mark.thorough(always=["ALiBi"])
 @each_case
 def test_layers_equal_the_dense_layer(fields, call, told):
     x = normal(0, 2, LENGTH, FEATURES)

@@ -66,7 +66,7 @@ def unlisted(monkeypatch):
     return run
 
 
-@pytest.mark.thorough(always=["alone-prefix", "causal-window_and_global"])
+@pytest.mark.thorough(always=["causal-window_and_global"])
 @pytest.mark.parametrize("mod", [window_and_global, prefix])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 5.0}], ids=["alone", "causal"])
 def test_outputs_and_gradients_are_those_without_lists(mod, options, unlisted):
@@ -121,6 +121,7 @@ def test_explain_says_that_blocks_are_skipped():
     assert says not in str(fp.explain(fp.flash_attention, q, k, v, mask_mod=stripes))
 
 
+@pytest.mark.thorough
 def test_inside_of_transformations(unlisted):
     """Maps over a batch axis, inside of jit, of a scan and of checkpoint."""
 

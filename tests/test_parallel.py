@@ -251,6 +251,7 @@ def test_options_that_are_the_same(devices):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.thorough(always=["all_gather"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_window_that_is_data_counts_in_the_whole(devices, strategy):
     expected = context_parallel_attention(*inputs(), **place_on(devices), window=(9, 2))

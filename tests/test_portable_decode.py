@@ -60,7 +60,7 @@ def assert_right(step: Step, num_splits: int):
     assert_matches_oracle(step, whole, (found.o, softmax.natural(found.lse_log2)))
 
 
-@pytest.mark.thorough(always=["modifiers", "pages_of_64"])
+@pytest.mark.thorough(always=["pages_of_64"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("step", CASES, ids=str)
 def test_decode_kernel(step):

@@ -232,7 +232,7 @@ def test_other_tiles_with_block_masks(case, sizes):
     assert_right(case, sizes)
 
 
-@pytest.mark.thorough(always=["288_causal-8.0", "512-8.6"])
+@pytest.mark.thorough(always=["512-8.6"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("capability", ["8.0", "8.6"])
 @pytest.mark.parametrize("case", WIDE, ids=str)
@@ -249,7 +249,7 @@ def test_tiles_in_turns(name):
     assert_right(dataclasses.replace(named(name), deterministic=True), turns)
 
 
-@pytest.mark.thorough(always=["True"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_blocks_of_no_list_are_not_read(deterministic):

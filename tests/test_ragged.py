@@ -33,7 +33,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(xla_ragged, "BLOCK_Q", 16)
 
 
-@pytest.mark.thorough(always=["one", "int8", "latent float8", "together"])
+@pytest.mark.thorough(always=["latent float8", "together"])
 @pytest.mark.parametrize("name", MIXES)
 def test_the_oracle(name):
     mix = MIXES[name]

@@ -104,7 +104,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.thorough(always=["data and model-auto", "minor axis first-explicit"])
+@pytest.mark.thorough(always=["minor axis first-explicit"])
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_shards_compute_what_the_whole_does(eight_devices, types, layout):

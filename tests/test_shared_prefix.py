@@ -273,7 +273,7 @@ ON_HOPPER = {
 
 @pytest.mark.interpret
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.thorough(always=["sinks"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ON_HOPPER)
 def test_hopper(monkeypatch, name):
     """Checks three sequences that share, and one that does not, whose NaN nobody else may see."""

@@ -136,6 +136,7 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.thorough(always=["softcap and alibi"])
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_packed_sequences(name, seed_of_sources):
     rng, options = np.random.default_rng([seed_of_sources, 8]), DOCUMENTS[name]
@@ -243,9 +244,7 @@ CACHES = {
 }
 
 
-@pytest.mark.thorough(
-    always=["causal", "two-sided window", "softcap and alibi", "rotary", "rotary, one position"]
-)
+@pytest.mark.thorough(always=["causal", "rotary", "rotary, one position"])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_cache(name, seed_of_sources):
     options, q_len = dict(CACHES[name][0]), CACHES[name][1]

@@ -13,11 +13,8 @@ SNIPPETS = {f"{x.library}: {x.title}": x for x in porting.snippets()}
 
 @pytest.mark.thorough(
     always=[
-        "flash-attn: Softcap and ALiBi",
         "flash-attn: Packed sequences, more keys than queries",
-        "flash-attn: A step with a paged KV cache",
         "PyTorch SDPA: A padding mask",
-        "FlexAttention: Packed documents",
         "Splash attention: Heads with masks of their own",
         "jax.nn and Flax: Lengths and a local window",
         "Tokamax, keras and xFormers: Tokamax",
