@@ -98,6 +98,7 @@ def _jax_0_12() -> Figures:
         found = [new[key] / old[key] for key in old if key[-1] == direction]
         yield f"jax012.{direction}", span(found)
     yield "jax012", span(new[key] / old[key] for key in old)
+    yield "jax012.pair", span(row["time_ratio"]["0.12.0"] for row in rows_of("versions_jax"))
     backward = [
         r["time_ratio"] for r in rows_of("without_producer") if r["direction"] == "backward"
     ]
