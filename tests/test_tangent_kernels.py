@@ -48,7 +48,7 @@ def test_hopper(case):
     assert_right(HOPPER, case)
 
 
-@pytest.mark.thorough(always=["d64_ragged"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", named(*AFTER_O), ids=str)
 def test_hopper_after_the_forward(case):

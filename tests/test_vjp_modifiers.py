@@ -58,6 +58,7 @@ ATTEND = {
 }
 
 
+@pytest.mark.thorough(always=["softcap-reverse", "both-any", "nothing-oracle"])
 @pytest.mark.parametrize("attend", ATTEND)
 @pytest.mark.parametrize("after", AFTER)
 def test_a_bias_of_minus_infinity_is_a_mask(after, attend):
