@@ -90,7 +90,7 @@ def in_order(call, layout, shards):
     return run
 
 
-@pytest.mark.thorough(always=["window-ulysses-zigzag", "kv_positions-ring-contiguous"])
+@pytest.mark.thorough(always=["window-ulysses-zigzag"])
 @pytest.mark.parametrize(("case", "strategy", "layout"), ROWS)
 def test_strategies(eight_devices, case, strategy, layout):
     types = AxisType.Explicit if layout == "contiguous" else AxisType.Auto
