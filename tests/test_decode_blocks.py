@@ -29,6 +29,7 @@ def on_xla(q, k, v, arguments):
     return fp.flash_decode(q, k, v, **arguments, backend="xla", return_lse=True)
 
 
+@pytest.mark.thorough(always=["contiguous", "int8_pages", "shared"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_xla(case):
     assert_right(case, on_xla)

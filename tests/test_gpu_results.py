@@ -91,12 +91,10 @@ def _of(target: str, function: str, wanted: str, dims, options=(), dtype="bfloat
 
 
 FIXED = (
-    *_of("hopper", "attention", "gradient", (64, 128, 512)),
-    *_of("hopper", "attention", "linear", (128,)),
+    *_of("hopper", "attention", "gradient", (64, 128)),
     *_of("hopper", "decode", "output", (576,), _DECODE_ALL),
     *_of("hopper", "ragged", "output", (128,), _RAGGED_ALL),
     *_of("portable-227", "attention", "gradient", (128,)),
-    *_of("portable-227", "decode", "output", (576,)),
     *_of("portable-163", "attention", "linear", (64,)),
     *_of("portable-99", "decode", "output", (512,), _DECODE_ALL),
 )

@@ -37,7 +37,7 @@ from .interpreter import DeadlockError, RaceError, race_checked
 BACKEND = HopperBackend(interpret=True, num_sms=2)
 
 
-@pytest.mark.thorough(always=["d64_split", "everything", "bias_infinite_choice"])
+@pytest.mark.thorough(always=["d64_split", "everything"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", (*INTERPRETED, *MODIFIERS, *FLOAT32, *MAXIMA), ids=str)
 def test_kernels(case):
@@ -116,7 +116,7 @@ def test_sections_of_heads_and_batch(monkeypatch):
         checks.assert_matches_oracle(checks.bind(BACKEND), SECTIONS)
 
 
-@pytest.mark.thorough(always=["diagonal_far_sinks"])
+@pytest.mark.thorough(always=["diagonal_64"])
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", DIAGONAL, ids=str)
 def test_dq_is_stored_at_the_diagonal(monkeypatch, case):

@@ -57,6 +57,7 @@ def wrong(problem, blocks):
             yield kernel
 
 
+@pytest.mark.thorough(always=["(192, 128)-132-True", "(64, 64)-2-True", "(320, 64)-2-False"])
 @pytest.mark.parametrize("trades_registers", [True, False])
 @pytest.mark.parametrize("num_sms", [2, 132])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

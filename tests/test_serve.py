@@ -161,6 +161,7 @@ def served(engine, calls, cancel_at=None, check=True):
     return events
 
 
+@pytest.mark.thorough
 def test_tokens_are_those_of_each_request_alone(model):
     engine = serving.Engine(model, **LIMITS)
     calls = requests(0, 40)

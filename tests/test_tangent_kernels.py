@@ -90,7 +90,7 @@ def test_transformations_of_hopper(name):
         assert jnp.abs(a - b).max() <= 2**-13 * jnp.abs(b).max()
 
 
-@pytest.mark.thorough(always=["d64_causal"])
+@pytest.mark.thorough
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", named(*SECOND_ORDER), ids=str)
 def test_hessian_vector_products_of_hopper(case):
