@@ -315,6 +315,19 @@ def _instructions() -> Figures:
     yield "instructions.shuffles.64", str(count((at_64, "fa3", 1), "SHFL"))
     all_of = lambda key: found[key]["instructions"]
     yield "instructions.division", str(all_of((grouped, OURS, 0)) - all_of(ours))
+    # What two of them are worth: forms of the kernel next to it, in one process.
+    times = {
+        row["cell"]: row["time_ratio"]
+        for row in rows_of("versions_options_third")
+        if row["direction"] == "backward"
+    }
+    over = lambda form, base, shape: times[f"{shape} causal"][form] / times[f"{shape} causal"][base]
+    divided, branch = "flash_pallas_d2", "flash_pallas_br"
+    yield "instructions.division.worth", f"{over(divided, OURS, '2,8192,32,8,128'):.2f}"
+    lengths = ("16,1024", "4,4096", "1,16384")
+    for head_dim, heads in ((64, 32), (128, 16)):
+        shapes = [f"{length},{heads},{heads},{head_dim}" for length in lengths]
+        yield f"instructions.branch.{head_dim}", span(over(branch, divided, x) for x in shapes)
 
 
 FAMILIES = (
