@@ -1,8 +1,8 @@
 """The choice of cases for `make test`: all that are not thorough, and some of those that are.
 
 A test is thorough by its mark: `@pytest.mark.thorough(always=["name of a case"])`. Of its cases run
-those that the mark names, a sixteenth of those that a mutation names, and one in 150 of the
-others. Which ones goes by the seed of digest.py.
+those that the mark names, one in 32 of those that a mutation names, and one in 300 of the others.
+Which ones goes by the seed of digest.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from .mutation_list import SHARED_AND_HOPPER
 from .portable_mutations import PORTABLE
 
-PARTS = 150  # of the cases, of which one runs
-NAMED_PARTS = 16  # likewise, of the cases that a mutation names
+PARTS = 300  # of the cases, of which one runs
+NAMED_PARTS = 32  # likewise, of the cases that a mutation names
 NAMED = frozenset(f"tests/{mutation.test}" for mutation in (*SHARED_AND_HOPPER, *PORTABLE))
 
 

@@ -43,7 +43,7 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.thorough(always=["hopper-int8_pages", "portable-small_blocks_128"])
+@pytest.mark.thorough(always=["portable-small_blocks_128"])
 @pytest.mark.interpret
 @pytest.mark.parametrize(("name", "case"), COMBINATIONS)
 def test_kernels(name, case):

@@ -209,6 +209,7 @@ def test_products_in_parts_are_right_next_to_a_bias_that_hides_keys():
 
 # One of every public function, x64 among them.
 @pytest.mark.parametrize("number", [3, 12, 13, 30, 33, 45, 50, 61, 65, 102])
+@pytest.mark.thorough(always=["3", "13", "30", "45", "50", "65"])
 def test_draws_are_right_on_jnp(number):
     (found,) = gpu_fuzz.attempt(1, ("xla",), number)
     assert found.kind == "right", found.why

@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 PATH, FUZZ = RESULTS / "gpu_coverage.json", RESULTS / "gpu_fuzz.json"
 PORTABLE = tuple(name for name in TARGETS if name != "hopper")
 HINT = "run `make coverage-gpu` on an H200: rows that have not changed are left out"
-CALLS = 20
+CALLS = 10
 GPUS = {"h200": "hopper", "a100": "portable", "l40s": "portable"}
 
 
