@@ -315,7 +315,10 @@ def _instructions() -> Figures:
     yield "instructions.shuffles.64", str(count((at_64, "fa3", 1), "SHFL"))
     all_of = lambda key: found[key]["instructions"]
     yield "instructions.division", str(all_of((grouped, OURS, 0)) - all_of(ours))
-    # What two of them are worth: forms of the kernel next to it, in one process.
+
+
+def _worth_of_instructions() -> Figures:
+    """Yields the time of trials of the backward with fewer instructions, over that without."""
     times = {
         row["cell"]: row["time_ratio"]
         for row in rows_of("versions_options_third")
@@ -341,6 +344,7 @@ FAMILIES = (
     _client,
     _first_calls,
     _instructions,
+    _worth_of_instructions,
 )
 
 
