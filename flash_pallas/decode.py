@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -236,10 +237,36 @@ def flash_decode(
     )
     with_lse = checks.flag("return_lse", return_lse)
     spec, operands = validate_decode.canonicalize(q, k, v, arguments)
-    problem = _described(spec, operands)
-    chosen, _ = dispatch.plan(problem, backend, (q, k, v))
-    o, lse = _decode(chosen, spec, operands)
+    o, lse = _run(spec, operands, backend)
     return (o, lse) if with_lse else o
+
+
+def decode_from_ring(
+    q, k, v, lengths, starts, *, backend: BackendName, **options
+) -> tuple[Array, Array]:
+    """Computes attention of one new token of each sequence to the keys of a ring, for layers.
+
+    Args:
+        q: queries [B, 1, N, H].
+        k: keys [B, S, K, H], S a multiple of 16: the key at position p is in row p % S.
+        v: values [B, S, K, Hv].
+        lengths: int32 [B], number of tokens that each sequence has received, which may exceed S.
+        starts: int32 [B], the first key that the query sees; keys from there on are in the ring.
+        backend: as in `flash_decode`.
+        options: softcap, sinks, alibi_slopes, scale and num_splits of `flash_decode`.
+
+    Returns:
+        (o [B, 1, N, Hv], lse [B, N, 1]), as `flash_decode` with `return_lse`.
+    """
+    spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**options))
+    spec = dataclasses.replace(spec, ring=True)
+    return _run(spec, operands._replace(kv_lengths=lengths, kv_starts=starts), backend)
+
+
+def _run(spec: DecodeSpec, operands: DecodeOperands, backend: BackendName):
+    """Returns (o, lse) of operands in canonical form."""
+    chosen, _ = dispatch.plan(_described(spec, operands), backend, tuple(operands[:3]))
+    return _decode(chosen, spec, operands)
 
 
 def _described(spec: DecodeSpec, operands: DecodeOperands) -> DecodeProblem:

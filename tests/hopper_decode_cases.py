@@ -21,6 +21,7 @@ from flash_pallas.backends.hopper.decode.tiles import (
 )
 from flash_pallas.backends.hopper.wide import latent
 from flash_pallas.core import decode, softmax
+from flash_pallas.decode import decode_from_ring
 
 from . import checks, draft_masks
 
@@ -52,6 +53,7 @@ class Step:
     scaled: str = ""  # "heads", or "rows": sequences or pages have their own scales
     shared: bool = False  # the values are the first Hv columns of the keys
     drafts: str | None = None  # kind of the draft mask, see draft_masks.py
+    ring: int | None = None  # rows of the ring that the keys are in, from `starts` on
 
     def __str__(self) -> str:
         return self.name
@@ -65,6 +67,7 @@ class Step:
             self.num_splits,
             self.page_size,
             v_columns=self.Hv if self.shared else None,
+            ring=self.ring is not None,
         )
 
     def operands(self):
@@ -95,6 +98,8 @@ class Step:
         whole = decode.DecodeOperands(q, kv[0], kv[1], lengths, offset, None, **sides)
         stored, whole = (whole, whole) if self.cache is None else self.quantised(whole)
         cache = stored if self.page_size is None else self.paged(rng, stored)
+        if self.ring is not None:
+            cache = self.rolled(stored, self.ring)
         said = None if self.offset is None else whole.q_offset
         if self.shared:
             whole = whole._replace(v=whole.k[..., : self.Hv])
@@ -124,6 +129,18 @@ class Step:
         names = ("k_scale", "v_scale") if self.scaled else ()
         stored = whole._replace(k=found[0], v=found[1], **dict(zip(names, scales, strict=False)))
         return stored, whole._replace(k=said[0], v=said[1])
+
+    def rolled(self, whole: decode.DecodeOperands, rows: int) -> decode.DecodeOperands:
+        """Moves the same keys into a ring; NaN where it has none from `starts` on."""
+        rings = [np.full((len(x), rows, *x.shape[2:]), np.nan, x.dtype) for x in whole[1:3]]
+        for ring, x in zip(rings, whole[1:3], strict=True):
+            for b, (start, length) in enumerate(
+                zip(whole.kv_starts, whole.kv_lengths, strict=True)
+            ):
+                assert length - start <= rows
+                for place in range(start, length):
+                    ring[b, place % rows] = x[b, place]
+        return whole._replace(k=rings[0], v=rings[1])
 
     def paged(self, rng, whole: decode.DecodeOperands) -> decode.DecodeOperands:
         """Moves the same keys into shuffled pages; page ids past a length are invalid."""
@@ -361,6 +378,10 @@ STEPS = (
         scaled="rows",
         upright=False,
     ),
+    # Keys around the end of a ring, in it and before it, and copies of 16 rows.
+    Step("ring", (200, 77, 129, 0), N=8, K=2, starts=(73, 0, 128, 0), ring=128, num_splits=2),
+    Step("ring_in_pieces", (256, 100, 1), starts=(145, 37, 1), ring=112, sides=("slopes", "sinks")),
+    Step("ring_wide", (95, 61), H=512, Hv=512, S=96, starts=(40, 0), ring=80, num_splits=2),
     # Drafts that begin before a block, in it and with it; a sequence that has fewer keys than them.
     Step("drafts", (130, 68, 2), T=4, drafts="trees", num_splits=2, sides=("sinks",)),
     # New tokens that the cache has no room for: some, all, and some of drafts.
@@ -600,11 +621,22 @@ def decodes(backend: str, step: Step) -> str | None:
     assert prefix is None  # no `Step` has shared prefixes
     options["window"] = step.window if window is None else (window, None)
     try:
-        found = fp.flash_decode(**arrays, **options, backend=backend, return_lse=True)
+        if step.ring is None:
+            found = fp.flash_decode(**arrays, **options, backend=backend, return_lse=True)
+        else:
+            found = _from_ring(arrays, options, backend)
     except fp.UnsupportedByBackend as error:
         return str(error)
     assert_matches_oracle(step, whole, found)
     return None
+
+
+def _from_ring(arrays: dict[str, Any], options: dict[str, Any], backend: str):
+    """Returns (o, lse) of a step on a ring, which layers call."""
+    options = {name: x for name, x in options.items() if name != "window"}
+    options |= {name: arrays[name] for name in ("sinks", "alibi_slopes")}
+    places = (jnp.asarray(arrays[name]) for name in ("kv_lengths", "kv_starts"))
+    return decode_from_ring(*(arrays[x] for x in "qkv"), *places, **options, backend=backend)
 
 
 def assert_matches_oracle(step: Step, whole: decode.DecodeOperands, found):

@@ -200,4 +200,7 @@ PORTABLE = (
     Mutation("starts, pages", "backends/portable/decode/kernel.py",
              "x - key + row for x in (limit, start)", "x - key for x in (limit, start)",
              "test_portable_decode.py::test_decode_kernel[starts_of_pages_of_48]"),
+    Mutation("rings", "backends/portable/decode/kernel.py",
+             "return cta.batch, lax.rem(key, part_len)", "return cta.batch, key",
+             "test_portable_decode.py::test_decode_kernel[ring]"),
 )  # fmt: skip

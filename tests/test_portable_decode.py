@@ -27,6 +27,7 @@ SHARED = (
     *("one_head_each", "wide", "narrow_values", "pages_of_16", "pages_of_48", "pages_of_64"),
     *("starts", "starts_at_the_end", "starts_as_rows", "starts_and_window", "windows"),
     *("starts_and_windows", "starts_of_pages_of_48", "starts_of_pages_of_64"),
+    *("ring", "ring_in_pieces", "ring_wide"),
     *("starts_of_int8", "starts_of_float8", "int8", "int8_unscaled", "float8", "shared_int8"),
     *("float8_pages_of_64", "starts_of_float8_as_rows", "drafts_of_int8"),
     *("drafts", "drafts_of_64", "drafts_in_windows", "drafts_in_tiles", "drafts_wide"),

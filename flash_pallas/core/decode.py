@@ -50,6 +50,8 @@ class DecodeSpec:
             DecodeOperands.v.
         v_first: the first of these columns; the keys are the first head_dim columns. Only xla
             takes another than 0.
+        ring: the cache of a sequence is a ring of S rows: key j is row j % S. Lengths may exceed S,
+            and `kv_starts` says which keys are still there. One query, no q_offset, no page table.
         shares_prefix: leading pages that several sequences have are read once for all of them; see
             shared_prefix.py.
     """
@@ -63,6 +65,7 @@ class DecodeSpec:
     v_columns: int | None = None
     shares_prefix: bool = False
     v_first: int = 0
+    ring: bool = False
 
     @property
     def mask(self) -> Mask:
@@ -93,7 +96,7 @@ class DecodeOperands(NamedTuple):
     k: Any  # [B, S, K, H], or pages [num_pages, page_size, K, H]
     # [B, S, K, Hv], or pages [num_pages, page_size, K, Hv]; None: columns of k, by the spec
     v: Any
-    # int32[B] or [B, K]; keys beyond may hold NaN. Clipped to [0, kv_len], see `key_range`.
+    # int32[B] or [B, K]; keys beyond may hold NaN. Clipped to [0, room], see `key_range`.
     kv_lengths: Any
     q_offset: Any  # int32[B]; None: kv_lengths - T, where kv_lengths is not clipped to kv_len
     page_table: Any = None  # int32[B, max_pages] or [B, K, max_pages]. Clipped to [0, num_pages)
@@ -152,6 +155,11 @@ class DecodeProblem(Shapes):
         return self.windowed or "kv_starts" in self.features
 
     @property
+    def part_len(self) -> int | None:
+        """Number of keys that lie side by side: of a page, or of a ring; None: all of them do."""
+        return self.kv_len if self.spec.ring else self.spec.page_size
+
+    @property
     def drafts(self) -> int:
         """Number of the last keys of which a mask says who sees them; 0 without `draft_mask`."""
         return self.q_len if "draft_mask" in self.features else 0
@@ -168,7 +176,7 @@ class DecodeProblem(Shapes):
             q_offset: likewise, or None.
             exists: bool, False for a sequence that has no keys here; None: all have.
         """
-        none, room = jnp.int32(0), jnp.int32(self.kv_len)
+        none, room = jnp.int32(0), jnp.int32(UNBOUNDED if self.spec.ring else self.kv_len)
         moved = self.q_len > 1 or self.windowed or "alibi_slopes" in self.features
         clips = q_offset is not None or not moved
         # If not to the room, clip to UNBOUNDED: sums with positions must not wrap.

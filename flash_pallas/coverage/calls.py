@@ -14,7 +14,7 @@ import numpy as np
 
 from ..api import flash_attention_with_lse
 from ..core.block_mask import BlockMask
-from ..decode import flash_decode
+from ..decode import decode_from_ring, flash_decode
 from ..frontend.explain import ExplainedCall, first_call
 from ..ragged import ragged_paged_attention
 from ..varlen import flash_attention_varlen
@@ -75,7 +75,15 @@ class Row:
     @property
     def page_size(self) -> int | None:
         """Keys of a page; None for a contiguous cache."""
-        sizes = [int(name.split()[-1]) for name in self.options if name.startswith("pages of")]
+        return self._size("pages of")
+
+    @property
+    def ring(self) -> int | None:
+        """Rows of the ring that the keys are in; None where they are in order."""
+        return self._size("ring of")
+
+    def _size(self, kind: str) -> int | None:
+        sizes = [int(name.split()[-1]) for name in self.options if name.startswith(kind)]
         return sizes[0] if sizes else None
 
 
@@ -258,6 +266,8 @@ def _cache(row: Row) -> dict[str, Recipe]:
         "drafts": ("draft_mask", Recipe((B, T, T), "bool", _trees)),
     }
     recipe_of |= dict(every[name] for name in row.options if name in every)
+    if row.ring is not None:
+        recipe_of["kv_starts"] = Recipe((B,), "int32", _constant([S - 100, 0, 18]))
     if scaled:
         shape = (entries, K) if "scales of rows" in has else (K,)
         size = 64.0 if cache == "int8" else 1.0
@@ -334,7 +344,20 @@ def arguments(row: Row, arrays: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     if (index := remaining.pop("kv_indices", None)) is not None:
         lengths = {"q_len": q.shape[-3], "kv_len": k.shape[-3]}
         named["block_mask"] = BlockMask.from_indices(index, block=(BLOCK, BLOCK), **lengths)
+    if row.ring is not None:
+        k, v = (_rolled(x, remaining["kv_lengths"], row.ring) for x in (k, v))
     return (q, k, v), named | remaining
+
+
+def _rolled(x, lengths, rows: int):
+    """Returns the last keys of [B, S, K, H] as a ring: the key at position p is in row p % rows."""
+    last = lengths[:, None] - 1
+    place = last - (last - np.arange(rows, dtype=np.int32)[None]) % rows
+    return jnp.take_along_axis(x, place[..., None, None], axis=1, mode="clip")
+
+
+def _decode_from_ring(q, k, v, *, kv_lengths, kv_starts, **named):
+    return decode_from_ring(q, k, v, kv_lengths, kv_starts, **named)
 
 
 def _score_mod(strength):
@@ -355,7 +378,9 @@ def function_of(row: Row) -> Callable:
     return {
         "attention": flash_attention_with_lse,
         "varlen": functools.partial(flash_attention_varlen, return_lse=True),
-        "decode": functools.partial(flash_decode, return_lse=True),
+        "decode": functools.partial(flash_decode, return_lse=True)
+        if row.ring is None
+        else _decode_from_ring,
         "ragged": functools.partial(ragged_paged_attention, return_lse=True),
     }[row.function]
 

@@ -255,6 +255,7 @@ DECODE_TOGETHER = (
     ("values in keys", "24 rows", "pages of 64"),
     ("24 rows", "window", "starts"),
 )
+RINGS = ("ring of 128",), ("ring of 112", "softcap", "sinks", "ALiBi", "three splits")
 SCALED = (
     ("scales",),
     ("scales of rows",),
@@ -420,7 +421,8 @@ def _decodes(name: str, target: Target) -> Iterator[Row]:
     for options in ((), (*paged, *DECODE_ALL)):
         yield from _at(every, options)
         yield from _by_plan(target, _at(halves, options))
-    for options in (*((x,) for x in DECODE), *DECODE_TOGETHER, (*DECODE_ALL, "values in keys")):
+    everything = *DECODE_ALL, "values in keys"
+    for options in (*((x,) for x in DECODE), *DECODE_TOGETHER, *RINGS, everything):
         yield from _by_plan(target, _some(every, options))
     for cache in calls.EIGHT_BITS:
         yield from _at(every, (cache,))

@@ -17,16 +17,17 @@ from ..cache import KVCache, append_kv, check_fits, gather_pages, positions
 from ..core import mesh_axes, rope
 from ..core.decode import QUANTISED, STEP_TOKENS
 from ..core.integers import round_up
-from ..decode import flash_decode
+from ..decode import decode_from_ring, flash_decode
 from ..frontend.arguments import as_int32, check_room, is_computed, is_known, known
 from ..frontend.readable import readable
 from ..frontend.words import Words
 from ..typing import AnyArray, Array, Float, Int
 from ._options import CallArguments
 
-# Rows of a page of a ring that a step reads in place, the largest that divides the ring: those of
-# 16 rows cost 7 % at 16 sequences of 8,192 keys, of 64 2 %, of 256 less than 1 % (H200).
-RING_PAGES = (256, 128, 64, 32, 16)
+# Rows that a copy of a ring which a step reads in place brings at once; the last is the fewest.
+# Kernels read blocks of 64 keys, or 128 at narrow heads. Copies of 16 rows cost 7 % at 16
+# sequences of 8,192 keys, of 64 2 % (H200).
+RING_ROWS = (128, 64, 32, 16)
 # What layers call the arguments of `flash_decode`, and of `flash_attention` with a cache.
 WORDS = Words(
     {
@@ -79,7 +80,7 @@ class RingCache(NamedTuple):
         """Makes an empty cache for a window of `window` keys, including the query's own key.
 
         With `drafts`, at least this many tokens can be taken back. The cache then has room for them
-        as well, in whole pages of 16 to 256 rows, which a step of one token reads in place.
+        as well, rounded up to a multiple of 16 to 128 rows; a step of one token reads it in place.
 
         Raises:
             TypeError: window is no int, or no layer computes in this dtype; 8-bit dtypes would need
@@ -105,8 +106,8 @@ class RingCache(NamedTuple):
         room = window + drafts
         if drafts:
             # Padding is up to a sixteenth of the rows, or 15 of them.
-            page = next(size for size in RING_PAGES if size <= max(room // 16, RING_PAGES[-1]))
-            room = round_up(room, page)
+            rows = next(size for size in RING_ROWS if size <= max(room // 16, RING_ROWS[-1]))
+            room = round_up(room, rows)
         cache = KVCache.empty(batch, room, kv_heads, head_dim, dtype)
         return cls(cache.k, cache.v, cache.lengths, jnp.zeros_like(cache.lengths))
 
@@ -374,8 +375,8 @@ def _attend(layer, q, k, v, **options):
 def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
     """Computes what `attend` does for a ring.
 
-    A single token reads the ring in place; several see it put in order, and one another. ALiBi
-    needs the keys in order too: in place they are in order by pages.
+    A single token reads the ring in place; several see it put in order, and one another. Where all
+    rows are in the window their order matters to ALiBi alone.
     """
     q, k, v = qkv
     count, room, window = q.shape[1], cache.k.shape[1], _reach(layer)
@@ -384,11 +385,13 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
         lengths = jnp.minimum(after.lengths, room)
         options |= {"kv_lengths": lengths, "q_offset": room, "num_splits": layer.num_splits}
         return flash_decode(q, after.k, after.v, **options), after
-    page = next((size for size in RING_PAGES if room % size == 0), None)
-    if count == 1 and room > window and page and mesh_axes.mesh_of(after[:2]) is None:
-        options |= {"num_splits": layer.num_splits, **_as_pages(after, window, page)}
-        pages = (x.reshape(-1, page, *x.shape[2:]) for x in after[:2])
-        return flash_decode(q, *pages, **options), after
+    if count == 1 and room % RING_ROWS[-1] == 0:
+        # Without the barrier XLA computes the first keys from the lengths before this step, and
+        # copies those because the new ones overwrite them.
+        lengths, written = lax.optimization_barrier(after[2:])
+        starts = _first_keys(lengths, written, window, room)
+        options |= {"num_splits": layer.num_splits}
+        return decode_from_ring(q, *after[:2], lengths, starts, **options)[0], after
     specs = tuple(map(mesh_axes.spec_of, (*before[:2], before.lengths[:, None])))
     k, v, ids = mesh_axes.compiled_as_auto(partial(_in_order, window), (before, k, v), specs)
     options |= {
@@ -444,29 +447,6 @@ def _check_rewind(cache: RingCache, spare: int) -> None:
 def _first_keys(lengths, written, window: int, room: int):
     """Returns int32[B]: of the last `window` keys of a ring the first that there is."""
     return jnp.maximum(jnp.maximum(lengths - window, written - room), 0)
-
-
-def _as_pages(cache: RingCache, window: int, page: int):
-    """Returns arguments of `flash_decode` for the last `window` keys of a ring cut into pages.
-
-    A table names the pages in order, so that what lies before the window, and drafts that were
-    rejected, are before the start or beyond the length. The page that has both the first and the
-    last of the keys is named twice.
-    """
-    batch, pages = len(cache.lengths), cache.k.shape[1] // page
-    length = cache.lengths
-    first = jnp.minimum(_first_keys(length, cache.written, window, pages * page), length)
-    entry = first // page
-    columns = jnp.arange(-(-(window + page - 1) // page), dtype=jnp.int32)[None]
-    first_of_sequence = jnp.arange(batch, dtype=jnp.int32)[:, None] * pages
-    # Without the barrier XLA computes the table from the lengths before this step, and copies them
-    # because the new lengths overwrite them.
-    first_page = lax.optimization_barrier(entry)[:, None]
-    return {
-        "page_table": first_of_sequence + (first_page + columns) % pages,
-        "kv_lengths": length - entry * page,
-        "kv_starts": first - entry * page,
-    }
 
 
 def _in_order(window: int, cache: RingCache, k, v):

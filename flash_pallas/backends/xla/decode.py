@@ -104,7 +104,7 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
     problem = decode.describe(operands, spec)
     if problem.of_heads:
         problem, operands = _by_heads(problem, operands)
-    operands = _in_range(problem, operands)
+    operands, rows = _in_range(problem, operands)
     grid = Grid(_as_attention(problem), XlaBlocks(problem.q_len, blocks.block_kv))
     tree = None if operands.draft_mask is None else Drafts.of(problem, operands)
     sides = Operands(
@@ -117,7 +117,7 @@ def attend(spec: DecodeSpec, blocks: XlaDecodeBlocks, operands: DecodeOperands) 
         alibi_slopes=operands.alibi_slopes,
     )
     tiles = Tiles.of(grid, tree.placed(problem, sides) if tree else sides)
-    inputs, q = (tiles, tree), grid.split_q(operands.q)[0]
+    inputs, q = (tiles, tree, rows), grid.split_q(operands.q)[0]
     ranges = _split(grid.kv_steps(sides).ranges[0], -(-problem.kv_len // blocks.block_kv), blocks)
     o, lse_log2, shift = lax.map(partial(_range, inputs, operands, spec.v_first, q), ranges)
     sinks = online.per_row(operands.sinks, shift[0])
@@ -149,10 +149,20 @@ def _by_heads(problem: DecodeProblem, operands: DecodeOperands):
     return dataclasses.replace(problem, batch=entries, q_heads=group, kv_heads=1), operands
 
 
-def _in_range(problem: DecodeProblem, operands: DecodeOperands) -> DecodeOperands:
-    """Clips lengths and fills in the position of query 0. Pages are clipped when gathered."""
+def _in_range(problem: DecodeProblem, operands: DecodeOperands):
+    """Clips lengths and fills in the position of query 0. Pages are clipped when gathered.
+
+    Returns:
+        (operands, int32[B] or None: the row of a ring that key 0 of each sequence has, where keys
+        are counted from its first one).
+    """
+    rows = None
+    if problem.spec.ring:
+        first = jnp.maximum(operands.kv_starts, 0)
+        operands = operands._replace(kv_lengths=operands.kv_lengths - first, kv_starts=None)
+        rows = first % problem.kv_len
     lengths, offset = problem.key_range(operands.kv_lengths, operands.q_offset)
-    return operands._replace(kv_lengths=lengths, q_offset=offset)
+    return operands._replace(kv_lengths=lengths, q_offset=offset), rows
 
 
 def _first_keys(problem: DecodeProblem, operands: DecodeOperands):
@@ -185,17 +195,18 @@ def _split(block_range, num_blocks: int, blocks: XlaDecodeBlocks):
 
 
 def _range(
-    inputs: tuple[Tiles, Drafts | None], operands: DecodeOperands, v_first: int, q, block_range
+    inputs: tuple[Tiles, Drafts | None, Any], operands: DecodeOperands, v_first: int, q, block_range
 ):
     """Computes (o, lse_log2, shift) of q [B, K, G, T, H] over one range, without sinks."""
-    tiles, tree = inputs
+    tiles, tree, rows = inputs
     grid, heads = tiles.grid, tiles.grid.problem.kv_heads
     head_dim, v_head_dim = grid.problem.head_dim, grid.problem.v_head_dim
     v_columns = slice(v_first, v_first + v_head_dim)
 
     def step(kv_block, seen):
         place = kv_block * grid.blocks.block_kv + jnp.arange(grid.blocks.block_kv, dtype=jnp.int32)
-        gathered = lambda x: _gather(x, operands.page_table, place, heads)
+        own = place if rows is None else rows[:, None] + place[None]
+        gathered = lambda x: _gather(x, operands.page_table, own, heads)
         scaled = lambda x, scale: _scaled(x, scale, operands, place, heads)
         k, v_scale = gathered(operands.k), operands.v_scale
         if operands.v is None:
@@ -239,9 +250,13 @@ def _scaled(kv, scale, operands: DecodeOperands, place, heads: int):
 def _gather(cache, page_table, place, heads: int):
     """Gathers keys or values at these positions, [B, K, block_kv, H]; anything beyond the cache.
 
-    `heads` is the number of KV heads of a sequence: 1 for those of `_by_heads`.
+    `place` is int32[block_kv], or [B, block_kv] in rings. `heads` is the number of KV heads of a
+    sequence: 1 for those of `_by_heads`.
     """
-    if page_table is None:
+    if place.ndim == 2:
+        row = (place % cache.shape[1])[..., None, None]
+        gathered = jnp.take_along_axis(cache, row, axis=1)
+    elif page_table is None:
         gathered = jnp.take(cache, place, axis=1, mode="clip")
     else:
         page_size = cache.shape[1]

@@ -24,7 +24,7 @@ class ScalesAhead(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """Page lookup of a paged cache, or of a contiguous one, whose blocks are one piece each."""
+    """Page lookup of a paged cache; without pages all pieces lie in the sequence's own cache."""
 
     plan: DecodePlan
 
@@ -32,7 +32,7 @@ class Pages:
         """Returns the first cache index of each piece of the j-th block: batch entry or page."""
         table = cta.gmem.page_table
         if table is None:
-            return (cta.batch,)
+            return (cta.batch,) * self.plan.pieces
         most, pages = jnp.int32(table.shape[-1] - 1), jnp.int32(cta.gmem.k.shape[0] - 1)
         entry = (cta.batch, cta.head) if self.plan.problem.of_heads else (cta.batch,)
         page_ids = (
@@ -248,11 +248,11 @@ class DecodeProducer:
 
         `column` is the first of the columns that are copied, where the tile has a part of them.
         """
-        rows, page_size = self.plan.piece_rows, self.plan.problem.spec.page_size
+        rows, part_len = self.plan.piece_rows, self.plan.problem.part_len
         for i, place in enumerate(places):
             first = self.pages.first_key(j, i)
-            if page_size is not None:
-                first = lax.rem(first, jnp.int32(page_size))
+            if part_len is not None:
+                first = lax.rem(first, jnp.int32(part_len))
             piece = tile if len(places) == 1 else tile.at[pl.ds(i * rows, rows)]
             index = (place, pl.ds(first, rows), cta.head)
             plgpu.copy_gmem_to_smem(rows_of(source, index, tile, column), piece, barrier)

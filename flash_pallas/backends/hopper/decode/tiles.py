@@ -446,9 +446,8 @@ def tile_rows(problem: DecodeProblem, upright: bool) -> int:
 
 
 def piece_rows(problem: DecodeProblem, block_kv: int) -> int:
-    """Returns how many keys of a block one copy brings; they lie in one page."""
-    page_size = problem.spec.page_size
-    return block_kv if page_size is None else math.gcd(block_kv, page_size)
+    """Returns how many keys of a block one copy brings; they lie side by side."""
+    return block_kv if problem.part_len is None else math.gcd(block_kv, problem.part_len)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,8 +195,8 @@ class DecodeKernel(Kernel):
     def load(self, cta: DecodeCta, name: str, n) -> tuple[Copy, ...]:
         """Returns the copies of the K or V tile of the n-th step, one per piece in one page.
 
-        Pages are multiples of 16 keys, and so are pieces. Page ids are read where they are needed:
-        32 of them are a line of the L1 cache, which the copies of keys bypass.
+        Pages and rings are multiples of 16 keys, and so are pieces. Page ids are read where they
+        are needed: 32 of them are a line of the L1 cache, which the copies of keys bypass.
         """
         source, tile = getattr(cta.gmem, name), getattr(cta.smem, name)
         if self.problem.quantised:
@@ -205,10 +205,10 @@ class DecodeKernel(Kernel):
             source = self.own_columns(cta, source)
         first, exists = self.first_key(cta, n), cta.steps[n].exists
         limit, start = jnp.where(exists, jnp.int32(cta.length), jnp.int32(0)), cta.start
-        page_size = self.problem.spec.page_size
-        if page_size is None:
+        part_len = self.problem.part_len
+        if part_len is None:
             return (Copy(source.at[cta.batch, :, cta.head], tile, first, limit, start),)
-        copies, rows = [], math.gcd(self.blocks.columns, page_size)
+        copies, rows = [], math.gcd(self.blocks.columns, part_len)
         for below in range(0, self.blocks.columns, rows):
             key = jnp.int32(first + below)
             page, row = self.page(cta, key)
@@ -219,14 +219,16 @@ class DecodeKernel(Kernel):
         return tuple(copies)
 
     def page(self, cta: DecodeCta, key):
-        """Returns (page of a key, row of it in the page)."""
-        table, page_size = cta.gmem.page_table, self.problem.spec.page_size or 0
-        entry = lax.div(key, jnp.int32(page_size))
+        """Returns (page of a key, row of it in the page); a ring is the sequence's only page."""
+        table, part_len = cta.gmem.page_table, jnp.int32(self.problem.part_len or 0)
+        if table is None:
+            return cta.batch, lax.rem(key, part_len)
+        entry = lax.div(key, part_len)
         # Clamped: entries beyond the table's end, and entries never set, name no page.
         own = (cta.batch, cta.head) if self.problem.of_heads else (cta.batch,)
         page = table[(*own, lax.min(entry, jnp.int32(table.shape[-1] - 1)))]
         page = lax.clamp(jnp.int32(0), page, jnp.int32(cta.gmem.k.shape[0] - 1))
-        return page, key - entry * page_size
+        return page, key - entry * part_len
 
     def widened(self, cta: DecodeCta, name: str):
         """Makes the tile of K or V of a cache in eight bits one of 16, for all threads."""
