@@ -242,7 +242,7 @@ def flash_decode(
 
 
 def decode_from_ring(
-    q, k, v, lengths, starts, *, backend: BackendName, **options
+    q, k, v, lengths, written, *, backend: BackendName, **options
 ) -> tuple[Array, Array]:
     """Computes attention of one new token of each sequence to the keys of a ring, for layers.
 
@@ -250,17 +250,18 @@ def decode_from_ring(
         q: queries [B, 1, N, H].
         k: keys [B, S, K, H], S a multiple of 16: the key at position p is in row p % S.
         v: values [B, S, K, Hv].
-        lengths: int32 [B], number of tokens that each sequence has received, which may exceed S.
-        starts: int32 [B], the first key that the query sees; keys from there on are in the ring.
+        lengths: int32 [B], number of tokens that each sequence has, which may exceed S.
+        written: int32 [B], number of tokens that have been written, of which the last S are there.
+            No fewer than `lengths`; more where some were taken back.
         backend: as in `flash_decode`.
-        options: softcap, sinks, alibi_slopes, scale and num_splits of `flash_decode`.
+        options: window, softcap, sinks, alibi_slopes, scale and num_splits of `flash_decode`.
 
     Returns:
         (o [B, 1, N, Hv], lse [B, N, 1]), as `flash_decode` with `return_lse`.
     """
     spec, operands = validate_decode.canonicalize(q, k, v, DecodeArguments(**options))
     spec = dataclasses.replace(spec, ring=True)
-    return _run(spec, operands._replace(kv_lengths=lengths, kv_starts=starts), backend)
+    return _run(spec, operands._replace(kv_lengths=lengths, kv_starts=written), backend)
 
 
 def _run(spec: DecodeSpec, operands: DecodeOperands, backend: BackendName):

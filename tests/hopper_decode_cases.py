@@ -140,7 +140,7 @@ class Step:
                 assert length - start <= rows
                 for place in range(start, length):
                     ring[b, place % rows] = x[b, place]
-        return whole._replace(k=rings[0], v=rings[1])
+        return whole._replace(k=rings[0], v=rings[1], kv_starts=whole.kv_starts + np.int32(rows))
 
     def paged(self, rng, whole: decode.DecodeOperands) -> decode.DecodeOperands:
         """Moves the same keys into shuffled pages; page ids past a length are invalid."""
@@ -379,7 +379,16 @@ STEPS = (
         upright=False,
     ),
     # Keys around the end of a ring, in it and before it, and copies of 16 rows.
-    Step("ring", (200, 77, 129, 0), N=8, K=2, starts=(73, 0, 128, 0), ring=128, num_splits=2),
+    Step(
+        "ring",
+        (200, 77, 129, 0),
+        N=8,
+        K=2,
+        starts=(73, 0, 128, 0),
+        ring=128,
+        window=100,
+        num_splits=2,
+    ),
     Step("ring_in_pieces", (256, 100, 1), starts=(145, 37, 1), ring=112, sides=("slopes", "sinks")),
     Step("ring_wide", (95, 61), H=512, Hv=512, S=96, starts=(40, 0), ring=80, num_splits=2),
     # Drafts that begin before a block, in it and with it; a sequence that has fewer keys than them.
@@ -633,8 +642,7 @@ def decodes(backend: str, step: Step) -> str | None:
 
 def _from_ring(arrays: dict[str, Any], options: dict[str, Any], backend: str):
     """Returns (o, lse) of a step on a ring, which layers call."""
-    options = {name: x for name, x in options.items() if name != "window"}
-    options |= {name: arrays[name] for name in ("sinks", "alibi_slopes")}
+    options = options | {name: arrays[name] for name in ("sinks", "alibi_slopes")}
     places = (jnp.asarray(arrays[name]) for name in ("kv_lengths", "kv_starts"))
     return decode_from_ring(*(arrays[x] for x in "qkv"), *places, **options, backend=backend)
 

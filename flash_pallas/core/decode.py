@@ -50,8 +50,8 @@ class DecodeSpec:
             DecodeOperands.v.
         v_first: the first of these columns; the keys are the first head_dim columns. Only xla
             takes another than 0.
-        ring: the cache of a sequence is a ring of S rows: key j is row j % S. Lengths may exceed S,
-            and `kv_starts` says which keys are still there. One query, no q_offset, no page table.
+        ring: the cache of a sequence is a ring of S rows: key j is row j % S, unless it has been
+            overwritten. Lengths may exceed S. One query, no q_offset, no page table.
         shares_prefix: leading pages that several sequences have are read once for all of them; see
             shared_prefix.py.
     """
@@ -105,7 +105,9 @@ class DecodeOperands(NamedTuple):
     # For a cache in one of the dtypes QUANTISED: a key is k * k_scale. None is 1.
     k_scale: Any = None  # f32[1, K], or one row for each row of k: [B, K] or [num_pages, K]
     v_scale: Any = None  # likewise, of v; without v None is that of k
-    kv_starts: Any = None  # int32[B]; keys before it may hold NaN. Below 0 is 0
+    # int32[B]; keys before it may hold NaN. Below 0 is 0. With a ring S more: the number of keys
+    # that have been written, of which the last S are there
+    kv_starts: Any = None
     window_left: Any = None  # int32[B] in [0, UNBOUNDED), where the spec has none
     kv_blocks: Any = None  # int32[B, 1 or K, M], blocks that the only query of an entry reads
     prefix_lengths: Any = None  # int32[B], keys that it shares, where the spec shares a prefix
@@ -160,6 +162,11 @@ class DecodeProblem(Shapes):
         return self.kv_len if self.spec.ring else self.spec.page_size
 
     @property
+    def overwritten(self) -> int:
+        """What `DecodeOperands.kv_starts` are more than the first keys."""
+        return self.kv_len if self.spec.ring else 0
+
+    @property
     def drafts(self) -> int:
         """Number of the last keys of which a mask says who sees them; 0 without `draft_mask`."""
         return self.q_len if "draft_mask" in self.features else 0
@@ -206,7 +213,7 @@ class DecodeProblem(Shapes):
             mask = DraftMask(mask.left, 0, self.drafts, position)
         if kv_starts is None:
             return LowerBound(mask, None)
-        start = lax.max(kv_starts[batch], jnp.int32(0))
+        start = lax.max(kv_starts[batch] - self.overwritten, jnp.int32(0))
         return LowerBound(mask, jnp.where(start < length, start, jnp.int32(UNBOUNDED)))
 
     @property

@@ -267,7 +267,8 @@ def _cache(row: Row) -> dict[str, Recipe]:
     }
     recipe_of |= dict(every[name] for name in row.options if name in every)
     if row.ring is not None:
-        recipe_of["kv_starts"] = Recipe((B,), "int32", _constant([S - 100, 0, 18]))
+        first = max(0, S - 3 - row.ring)
+        recipe_of["kv_starts"] = Recipe((B,), "int32", _constant([first, 0, 18]))
     if scaled:
         shape = (entries, K) if "scales of rows" in has else (K,)
         size = 64.0 if cache == "int8" else 1.0
@@ -346,6 +347,8 @@ def arguments(row: Row, arrays: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         named["block_mask"] = BlockMask.from_indices(index, block=(BLOCK, BLOCK), **lengths)
     if row.ring is not None:
         k, v = (_rolled(x, remaining["kv_lengths"], row.ring) for x in (k, v))
+        # The number that has been written.
+        remaining["kv_starts"] = remaining["kv_starts"] + np.int32(row.ring)
     return (q, k, v), named | remaining
 
 

@@ -255,7 +255,10 @@ DECODE_TOGETHER = (
     ("values in keys", "24 rows", "pages of 64"),
     ("24 rows", "window", "starts"),
 )
-RINGS = ("ring of 128",), ("ring of 112", "softcap", "sinks", "ALiBi", "three splits")
+RINGS = (
+    ("ring of 256", "window"),
+    ("ring of 112", "window", "softcap", "sinks", "ALiBi", "three splits"),
+)
 SCALED = (
     ("scales",),
     ("scales of rows",),

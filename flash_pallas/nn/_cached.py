@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -386,12 +385,8 @@ def _attend_to_ring(layer, cache: RingCache, qkv, new_lengths, options):
         options |= {"kv_lengths": lengths, "q_offset": room, "num_splits": layer.num_splits}
         return flash_decode(q, after.k, after.v, **options), after
     if count == 1 and room % RING_ROWS[-1] == 0:
-        # Without the barrier XLA computes the first keys from the lengths before this step, and
-        # copies those because the new ones overwrite them.
-        lengths, written = lax.optimization_barrier(after[2:])
-        starts = _first_keys(lengths, written, window, room)
-        options |= {"num_splits": layer.num_splits}
-        return decode_from_ring(q, *after[:2], lengths, starts, **options)[0], after
+        options |= {"num_splits": layer.num_splits, "window": layer.window}
+        return decode_from_ring(q, *after, **options)[0], after
     specs = tuple(map(mesh_axes.spec_of, (*before[:2], before.lengths[:, None])))
     k, v, ids = mesh_axes.compiled_as_auto(partial(_in_order, window), (before, k, v), specs)
     options |= {
@@ -444,11 +439,6 @@ def _check_rewind(cache: RingCache, spare: int) -> None:
         )
 
 
-def _first_keys(lengths, written, window: int, room: int):
-    """Returns int32[B]: of the last `window` keys of a ring the first that there is."""
-    return jnp.maximum(jnp.maximum(lengths - window, written - room), 0)
-
-
 def _in_order(window: int, cache: RingCache, k, v):
     """Returns the last keys and values of a ring in order, the new ones behind, and their ids.
 
@@ -460,7 +450,8 @@ def _in_order(window: int, cache: RingCache, k, v):
     order = jnp.mod(place, room)[..., None, None]
     old = (jnp.take_along_axis(x, order, axis=1) for x in (cache.k, cache.v))
     k, v = (jnp.concatenate(pair, axis=1) for pair in zip(old, (k, v), strict=True))
-    first = _first_keys(lengths, cache.written, window, room)
+    # Of the last `window` keys the first that there is.
+    first = jnp.maximum(jnp.maximum(lengths - window, cache.written - room), 0)
     return k, v, jnp.where(place < first[:, None], -1, 0)
 
 

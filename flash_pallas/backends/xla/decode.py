@@ -158,7 +158,7 @@ def _in_range(problem: DecodeProblem, operands: DecodeOperands):
     """
     rows = None
     if problem.spec.ring:
-        first = jnp.maximum(operands.kv_starts, 0)
+        first = jnp.maximum(operands.kv_starts - problem.overwritten, 0)
         operands = operands._replace(kv_lengths=operands.kv_lengths - first, kv_starts=None)
         rows = first % problem.kv_len
     lengths, offset = problem.key_range(operands.kv_lengths, operands.q_offset)
