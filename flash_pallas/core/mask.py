@@ -190,6 +190,20 @@ class Limits(NamedTuple):
         """True if everything is kept."""
         return all(x is None for x in self)
 
+    def cuts(self, shape):
+        """Returns whether an element of a tile of this shape is not kept, without the tile."""
+        rows, cols = shape
+        cut = jnp.bool_(False)
+        if self.low is not None:
+            cut |= self.low > 1 - rows
+        if self.high is not None:
+            cut |= self.high < cols - 1
+        if self.rows is not None:
+            cut |= self.rows < rows
+        if self.cols is not None:
+            cut |= self.cols < cols
+        return cut
+
     def keep(self, shape):
         """Returns the limits as a bool array of the tile's shape, True where an element is kept."""
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
