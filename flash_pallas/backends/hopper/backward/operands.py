@@ -350,7 +350,7 @@ class QTileRange:
             fused kernel with ping-pong warpgroups, and then waits for every wgmma at once (C7512).
         subtracts: a tile's place among those of its head is found by subtractions in place of a
             division, which takes 27 instructions. H200, causal, groups of 4 at head dim 128: 0.96
-            of the time; groups of 8 at 64: 1.01.
+            of the time; groups of 8 at 64: 1.01; not timed at 96.
         part: (first tile, number of tiles) where other CTAs have the rest; None: all are its own.
     """
 
@@ -426,7 +426,7 @@ class QTileRange:
             # window, GQA and segment ids together).
             ends = lax.optimization_barrier(tuple(map(jnp.int32, ends)))
         start, full_start, full_stop, stop = ends
-        subtracts = problem.head_dim > 64 and problem.group <= MOST_SUBTRACTED
+        subtracts = problem.head_dim > 96 and problem.group <= MOST_SUBTRACTED
         return cls(
             *(start, full_start, full_stop, stop, offset, kv_len, problem.group, masks, shift),
             subtracts=subtracts,
@@ -473,12 +473,11 @@ class QTileRange:
         if self.group == 1:
             return 0, self.block(n)
         per_head = jnp.int32(self.per_head)
+        if not self.subtracts:
+            return lax.div(n, per_head), self.block(lax.rem(n, per_head))
         own = n
-        if self.subtracts:
-            for _ in range(self.group - 1):
-                own = lax.select(own >= per_head, own - per_head, own)
-        else:
-            own = lax.rem(n, per_head)
+        for _ in range(self.group - 1):
+            own = lax.select(own >= per_head, own - per_head, own)
         return lax.div(n, per_head), self.block(own)
 
     def block(self, i):

@@ -68,9 +68,9 @@ def hides_in_a_branch(cta: FusedCta) -> bool:
     With two loops 128 bytes spill at head dim 128 with lists and a mask_mod, and wgmma is
     serialised (C7512). The branch hides keys in S = K Q^T itself, which is possible only where
     logits are S times a scale; elsewhere whole tiles are masked as well. Without lists it must be
-    known which tiles are whole. There it leaves out 65 of 567 instructions of a whole tile at head
-    dim 128, causal, and takes 0.97 to 0.99 of the time. At 64 it takes 0.98 (T=4096), and 1.05 at
-    1024 and 16k (H200).
+    known which tiles are whole. There it leaves out 65 instructions of a whole tile. H200, causal,
+    time over that without at head dim 128: 0.99, 0.98, 0.96 and 0.96 (T = 1k, 2k, 4k, 16k); 96:
+    0.99 and 1.06 (1k, 8k); 64: 1.06, 0.98 and 1.07 (1k, 4k, 16k).
     """
     problem, tiles = cta.problem, cta.q_tiles
     if problem.spec.score_modifiers or {"bias", "alibi_slopes"} & problem.features:
@@ -78,7 +78,7 @@ def hides_in_a_branch(cta: FusedCta) -> bool:
     if isinstance(tiles, QTileList):
         return True
     by_elements = problem.hides_by_arrays or "mask" in problem.features or problem.spec.mask_mod
-    return problem.head_dim > 64 and tiles.masks == "all" and not by_elements
+    return problem.head_dim > 96 and tiles.masks == "all" and not by_elements
 
 
 def hide_if_partial(problem, partial, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
