@@ -319,18 +319,23 @@ def _instructions() -> Figures:
 
 def _worth_of_instructions() -> Figures:
     """Yields the time of trials of the backward with fewer instructions, over that without."""
-    times = {
-        row["cell"]: row["time_ratio"]
-        for row in rows_of("versions_options_third")
-        if row["direction"] == "backward"
-    }
-    over = lambda form, base, shape: times[f"{shape} causal"][form] / times[f"{shape} causal"][base]
-    divided, branch = "flash_pallas_d2", "flash_pallas_br"
-    yield "instructions.division.worth", f"{over(divided, OURS, '2,8192,32,8,128'):.2f}"
-    lengths = ("16,1024", "4,4096", "1,16384")
-    for head_dim, heads in ((64, 32), (128, 16)):
-        shapes = [f"{length},{heads},{heads},{head_dim}" for length in lengths]
-        yield f"instructions.branch.{head_dim}", span(over(branch, divided, x) for x in shapes)
+
+    def times(file: str, form: str) -> dict[str, float]:
+        rows = [row for row in rows_of(file) if row["direction"] == "backward"]
+        return {row["cell"]: row["time_ratio"][form] for row in rows if form in row["time_ratio"]}
+
+    kept, tried = (
+        times("versions_backward", OURS),
+        times("versions_backward_trial", "flash_pallas_b64"),
+    )
+    of = lambda found, head_dim, *lengths: span(
+        found[f"{length},{2048 // head_dim},{2048 // head_dim},{head_dim} causal"]
+        for length in lengths
+    )
+    yield "instructions.branch.128", of(kept, 128, "16,1024", "8,2048", "4,4096", "1,16384")
+    yield "instructions.branch.64", of(tried, 64, "16,1024", "4,4096", "1,16384")
+    groups = [kept[f"{shape} causal"] for shape in ("2,8192,32,8,128", "1,8192,64,8,128")]
+    yield "instructions.groups", span(groups)
 
 
 FAMILIES = (

@@ -24,6 +24,7 @@ INTERPRETED = (
     _case("d128", T=136, S=200, N=3, K=1, H=128),
     _case("d128_whole_key_blocks", T=200, S=256, N=2, K=1, H=128),
     _case("d128_causal", T=256, S=256, N=1, K=1, B=3, H=128, causal=True),
+    _case("d128_groups", T=130, S=200, N=4, K=1, H=128, causal=True, q_offset=30),
     _case("d128_bottom_right", T=100, S=200, H=128, causal=True, q_offset=100),
     _case("d128_hidden_rows", T=200, S=72, N=1, K=1, H=128, causal=True, q_offset=-150),
     _case("d128_offset_array", T=150, S=140, B=2, H=128, causal=True, q_offset=(5, -20)),

@@ -26,6 +26,8 @@ def test_limits(mask, q_start, kv_start, kv_len):
     np.testing.assert_array_equal(kept, expected)
     lying = Tile(jnp.int32(q_start), jnp.int32(kv_start), (BLOCK_KV, BLOCK_Q), q_axis=1)
     np.testing.assert_array_equal(lying.limits(mask, kv_len).keep(lying.shape), expected.T)
+    for tile in (upright, lying):
+        assert bool(tile.limits(mask, kv_len).cuts(tile.shape)) == (not expected.all())
 
 
 def test_a_trivial_mask_has_no_limits():
