@@ -252,7 +252,9 @@ ALLOWED_SPILLS = {
     # place of the branch 16. Not timed.
     ("flash_pallas_forward", 64, "float32_everything"): 20,
     ("flash_pallas_backward_fused", 128, "softcap_causal_128"): 8,
-    ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 8,
+    ("flash_pallas_backward_fused", 128, "dropout_causal_128"): 4,
+    # The number of the warp, stored once and read once, between the two loops.
+    ("flash_pallas_backward_fused", 128, "vicuna_13b"): 4,
     ("flash_pallas_backward_fused", 128, "long_score_mod"): 56,
     ("flash_pallas_backward_scores_tile", 32, "long_bias_pairs"): 28,
     ("flash_pallas_backward_dkv", 128, "causal"): 4,
@@ -407,7 +409,7 @@ def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
 
 
 def suite_rows(suite: str) -> Iterator[Row]:
-    """Yields forward and backward of every cell of a benchmark suite: none of them may spill."""
+    """Yields forward and backward of every cell of a benchmark suite; no spill is allowed for."""
     for cell in SUITES[suite]:
         for path in ("forward", "backward"):
             yield _of_shape(path, cell.shape, "bfloat16", cell.label, cell.causal)
