@@ -163,7 +163,7 @@ class DecodeProblem(Shapes):
 
     @property
     def overwritten(self) -> int:
-        """What `DecodeOperands.kv_starts` are more than the first keys."""
+        """Number by which `DecodeOperands.kv_starts` exceed the first keys: S with a ring."""
         return self.kv_len if self.spec.ring else 0
 
     @property

@@ -444,14 +444,15 @@ def _in_order(window: int, cache: RingCache, k, v):
 
     An id is -1 where the ring has no key, or no longer has it, else 0.
     """
-    room, lengths = cache.k.shape[1], cache.lengths
+    room, lengths, written = cache.k.shape[1], cache.lengths, cache.written
+    assert written is not None  # `_with_written` has set it
     # Positions of the ring's keys, in order.
     place = (lengths - window)[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
     order = jnp.mod(place, room)[..., None, None]
     old = (jnp.take_along_axis(x, order, axis=1) for x in (cache.k, cache.v))
     k, v = (jnp.concatenate(pair, axis=1) for pair in zip(old, (k, v), strict=True))
     # Of the last `window` keys the first that there is.
-    first = jnp.maximum(jnp.maximum(lengths - window, cache.written - room), 0)
+    first = jnp.maximum(jnp.maximum(lengths - window, written - room), 0)
     return k, v, jnp.where(place < first[:, None], -1, 0)
 
 
