@@ -70,7 +70,7 @@ def hides_in_a_branch(cta: FusedCta) -> bool:
     logits are S times a scale; elsewhere whole tiles are masked as well. Without lists it must be
     known which tiles are whole. There it leaves out 65 instructions of a whole tile. H200, causal,
     time over that without at head dim 128: 0.99, 0.98, 0.96 and 0.96 (T = 1k, 2k, 4k, 16k); 96:
-    0.99 and 1.06 (1k, 8k); 64: 1.06, 0.98 and 1.07 (1k, 4k, 16k).
+    0.99 and 1.06 (1k, 8k); 64: 1.06, 0.98 and 1.07 (1k, 4k, 16k). Without a producer not timed.
     """
     problem, tiles = cta.problem, cta.q_tiles
     if problem.spec.score_modifiers or {"bias", "alibi_slopes"} & problem.features:
@@ -78,7 +78,8 @@ def hides_in_a_branch(cta: FusedCta) -> bool:
     if isinstance(tiles, QTileList):
         return True
     by_elements = problem.hides_by_arrays or "mask" in problem.features or problem.spec.mask_mod
-    return problem.head_dim > 96 and tiles.masks == "all" and not by_elements
+    timed = problem.head_dim > 96 and cta.blocks.producer
+    return timed and tiles.masks == "all" and not by_elements
 
 
 def hide_if_partial(problem, partial, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
