@@ -51,7 +51,10 @@ def early_weights(cta: FusedCta, rows: TileInputs, q_tile, tile: RegisterTile, m
     if masked and far is None and hides_in_a_branch(cta):
         listed = isinstance(cta.q_tiles, QTileList)
         partial = n < cta.q_tiles.listed.masked_steps if listed else limits.cuts(tile.shape)
-        problem, s, inputs, limits = hide_if_partial(problem, partial, tile, s, inputs, limits)
+        hide = lambda: score_tile.logits(problem.spec, tile, s, inputs, limits).x
+        s = lax.cond(partial, hide, lambda: s)
+        problem, limits = problem.of_whole_tiles, Limits()
+        inputs = inputs._replace(**dict.fromkeys(("mask", *HIDING), None))
     if cta.blocks.signs:
         return score_tile.signed(problem, tile, s, lse, inputs, limits)
     if cta.blocks.defer:
@@ -80,19 +83,6 @@ def hides_in_a_branch(cta: FusedCta) -> bool:
     by_elements = problem.hides_by_arrays or "mask" in problem.features or problem.spec.mask_mod
     timed = problem.head_dim > 96 and cta.blocks.producer
     return timed and tiles.masks == "all" and not by_elements
-
-
-def hide_if_partial(problem, partial, tile: RegisterTile, s, inputs: TileInputs, limits: Limits):
-    """Hides keys of a tile, if it is partial; returns what hides keys after that.
-
-    Returns:
-        (problem, s, inputs, limits).
-    """
-    spec = problem.spec
-    hide = lambda: score_tile.logits(spec, tile, s, inputs, limits).x  # S, where it is not hidden
-    s = lax.cond(partial, hide, lambda: s)
-    nothing = dict.fromkeys(("mask", *HIDING), None)
-    return problem.of_whole_tiles, s, inputs._replace(**nothing), Limits()
 
 
 def late_weights(cta: FusedCta, n, tile: RegisterTile, early, dp_acc):
@@ -167,11 +157,13 @@ class Lockstep(GradientGemms):
         ds_slot = ints.remainder(cta.count(n), cta.blocks.ds_stages)
         if cta.blocks.ds_stages == 1:
             cta.meet()  # both have read the previous dS
-        await_sums(cta, n)
+        if cta.blocks.sums_bias:  # of a cluster
+            cta.sums.wait_empty(n)
         cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
         plgpu.commit_smem()
-        signal_sums(cta, n)
+        if cta.blocks.sums_bias:
+            plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
         cta.meet()  # both have written dS
         if not cta.computes_dq:
             dk_without_dq(cta, n, ds, dk_acc)
@@ -214,10 +206,12 @@ class PingPong(GradientGemms):
     def gradients(self, cta: FusedCta, n, p, ds, dk_acc, dv_acc):
         """Computes dQ, dV and dK of the n-th tile; warpgroup 0 computes dQ of the tile before."""
         slot = self.ds_slot(cta, n)
-        await_sums(cta, n)
+        if cta.blocks.sums_bias:  # of a cluster
+            cta.sums.wait_empty(n)
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
-        signal_sums(cta, n)
+        if cta.blocks.sums_bias:
+            plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
         if not cta.blocks.whole_dq:
             plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
         # Otherwise ptxas converts P within this warpgroup's turn: 5 % at head dim 64.
@@ -232,13 +226,15 @@ class PingPong(GradientGemms):
         # Before the accumulator of dQ is made its first matmul can clear it: 17 instructions fewer.
         # That pays where tiles have a branch, and costs 1 % where they have none (H200).
         early = hides_in_a_branch(cta) and not isinstance(cta.q_tiles, QTileList)
-        if early:
-            self.await_ds(cta, dq_n)
+        waits = not cta.blocks.whole_dq  # else warpgroup 0 wrote dS before it passed the turn
+        await_ds = lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[self.ds_slot(cta, dq_n)])
+        if waits and early:
+            pl.when(dq_n >= 0)(await_ds)
 
         @functools.partial(pl.run_scoped, dq_acc=plgpu.ACC(cta.dq_shape, jnp.float32))
         def dq(dq_acc):
-            if not early:
-                self.await_ds(cta, dq_n)
+            if waits and not early:
+                pl.when(dq_n >= 0)(await_ds)
             plgpu.wgmma(dq_acc, *dq_operands(cta.anew(), self.ds_slot(cta, dq_n)))  # (5) dQ = dS K
             plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
             plgpu.wgmma(dk_acc, ds, cta.smem.q.at[cta.q.slot(n)])  # (4) dK += dS^T Q
@@ -253,11 +249,6 @@ class PingPong(GradientGemms):
         plgpu.wgmma_wait(0)
         cta.do.release(n)
         release_q(cta, n)
-
-    def await_ds(self, cta: FusedCta, n):
-        """Waits until both warpgroups have written dS of the n-th tile; n may be -1."""
-        if not cta.blocks.whole_dq:  # else warpgroup 0 wrote dS before it passed the turn
-            pl.when(n >= 0)(lambda: plgpu.barrier_wait(cta.smem.ds_ready.at[self.ds_slot(cta, n)]))
 
     def start(self, cta: FusedCta):
         """Makes warpgroup 1 wait for the first matmuls of the other."""
@@ -377,18 +368,6 @@ def add_dq(cta: FusedCta, n):
         plgpu.barrier_arrive(cta.smem.dq_full.at[cta.wg])
     else:
         cta.put_dq(n, cta.wg)
-
-
-def await_sums(cta: FusedCta, n):
-    """Waits until dS of the n-th tile may be written, if dS of a cluster is summed."""
-    if cta.blocks.sums_bias:
-        cta.sums.wait_empty(n)
-
-
-def signal_sums(cta: FusedCta, n):
-    """Signals that this warpgroup's part of dS of the n-th tile has been written."""
-    if cta.blocks.sums_bias:
-        plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
 
 
 def release_q(cta: FusedCta, n):
