@@ -157,13 +157,11 @@ class Lockstep(GradientGemms):
         ds_slot = ints.remainder(cta.count(n), cta.blocks.ds_stages)
         if cta.blocks.ds_stages == 1:
             cta.meet()  # both have read the previous dS
-        if cta.blocks.sums_bias:  # of a cluster
-            cta.sums.wait_empty(n)
+        await_sums(cta, n)
         cta.smem.ds[ds_slot, warpgroup_rows(cta.wg)] = ds
         plgpu.wgmma(dv_acc, p, cta.smem.do.at[cta.do.slot(n)])  # (3) dV += P^T dO
         plgpu.commit_smem()
-        if cta.blocks.sums_bias:
-            plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
+        signal_sums(cta, n)
         cta.meet()  # both have written dS
         if not cta.computes_dq:
             dk_without_dq(cta, n, ds, dk_acc)
@@ -206,12 +204,10 @@ class PingPong(GradientGemms):
     def gradients(self, cta: FusedCta, n, p, ds, dk_acc, dv_acc):
         """Computes dQ, dV and dK of the n-th tile; warpgroup 0 computes dQ of the tile before."""
         slot = self.ds_slot(cta, n)
-        if cta.blocks.sums_bias:  # of a cluster
-            cta.sums.wait_empty(n)
+        await_sums(cta, n)
         cta.smem.ds[slot, warpgroup_rows(cta.anew().wg)] = ds
         plgpu.commit_smem()
-        if cta.blocks.sums_bias:
-            plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
+        signal_sums(cta, n)
         if not cta.blocks.whole_dq:
             plgpu.barrier_arrive(cta.smem.ds_ready.at[slot])
         # Otherwise ptxas converts P within this warpgroup's turn: 5 % at head dim 64.
@@ -252,7 +248,7 @@ class PingPong(GradientGemms):
 
     def start(self, cta: FusedCta):
         """Makes warpgroup 1 wait for the first matmuls of the other."""
-        pl.when(cta.wg == 1)(lambda: self.await_turn(cta))
+        pl.when(cta.wg == 1)(functools.partial(self.await_turn, cta))
 
     def tile_of_dq(self, cta: FusedCta, n):
         """Returns the tile whose dQ is computed with dV and dK of the n-th.
@@ -266,7 +262,7 @@ class PingPong(GradientGemms):
         if not cta.computes_dq:
             return
         plgpu.commit_smem()
-        pl.when(dq_n >= 0)(lambda: add_dq(cta, dq_n))
+        pl.when(dq_n >= 0)(functools.partial(add_dq, cta, dq_n))
 
     def scores_issued(self, cta: FusedCta, n):
         """Ends the turn, and then hands over dQ if that is to come late."""
@@ -354,7 +350,8 @@ def await_dq(cta: FusedCta, handed):
     `handed`: positive where what lies there has been handed over.
     """
     if cta.blocks.producer:
-        pl.when(handed > 0)(lambda: plgpu.barrier_wait(cta.smem.dq_empty.at[cta.wg]))
+        empty = functools.partial(plgpu.barrier_wait, cta.smem.dq_empty.at[cta.wg])
+        pl.when(handed > 0)(empty)
     else:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -368,6 +365,18 @@ def add_dq(cta: FusedCta, n):
         plgpu.barrier_arrive(cta.smem.dq_full.at[cta.wg])
     else:
         cta.put_dq(n, cta.wg)
+
+
+def await_sums(cta: FusedCta, n):
+    """Waits until dS of the n-th tile may be written, if dS of a cluster is summed."""
+    if cta.blocks.sums_bias:
+        cta.sums.wait_empty(n)
+
+
+def signal_sums(cta: FusedCta, n):
+    """Signals that this warpgroup's part of dS of the n-th tile has been written."""
+    if cta.blocks.sums_bias:
+        plgpu.barrier_arrive(cta.sums.full.at[cta.sums.slot(n)])
 
 
 def release_q(cta: FusedCta, n):
