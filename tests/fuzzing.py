@@ -9,7 +9,7 @@ import json
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def run(
     arguments: argparse.Namespace,
     summary: Callable[[list], dict[str, Any]],
     late: Callable[[int, str], list] | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Runs the calls in several processes, on all GPUs of the machine.
 
@@ -78,21 +79,23 @@ def run(
         arguments: those of `parser`.
         summary: outcomes of all calls so far, in the order of their numbers -> figures.
         late: (number of a call, why its process ended) -> its outcomes; None raises.
+        numbers: of the calls; None: those that the arguments name.
 
     Returns:
         The figures of all calls for which there was time, with the count of these calls and where
         they come from.
     """
-    numbers = iter(range(arguments.first, arguments.first + arguments.count))
+    if numbers is None:
+        numbers = range(arguments.first, arguments.first + arguments.count)
+    left = iter(numbers)
     until = time.monotonic() + 60.0 * arguments.minutes
     source, outcomes = _provenance(arguments), {}
-    count = min(arguments.processes, arguments.count)
-    workers = [_started(calls, n) for n in range(count)]
+    workers = [_started(calls, n) for n in range(min(arguments.processes, len(numbers)))]
     for worker in workers:  # which import side by side
         worker.pipe.recv()
     written, found = 0.0, {}
     while workers:
-        workers = [x for x in workers if _busy(x, numbers, until)]
+        workers = [x for x in workers if _busy(x, left, until)]
         ready = connection.wait([x.pipe for x in workers], timeout=1.0) if workers else []
         for n, worker in enumerate(workers):
             answer, why = _answer(worker, worker.pipe in ready, arguments.limit)

@@ -7,11 +7,15 @@ how far a result may be from it, from rounding_bounds.py. Calls take turns on th
 quarter of them with jax_enable_x64; portable calls also take turns with the tiles of GPUs that
 have 163 and 99 KB of shared memory. `--backend xla` runs the draws where there is no GPU. A wrong
 call is repeated by `--first NUMBER --count 1` and the same seed and backends. The file has a digest
-of each call's kernels: `kernels` finds on a host without a GPU whether they have changed since.
+of each call's kernels. After a change of kernels, few calls need to run again:
+
+    python -m tests.gpu_fuzz --check FILE   # without a GPU: finds calls whose kernels have changed
+    python -m tests.gpu_fuzz --again FILE   # on a GPU: runs these
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -21,6 +25,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -54,6 +60,9 @@ SHARES = (
     (fuzz_serving.rings, 3),
 )
 X64 = 0.25
+# Keys of a file.
+LARGEST = "largest errors, of what is allowed"
+WAITING = "changed since, not run again"
 # Of the processes. They share the GPU's memory, and all cores compile: a thread for the products of
 # the reference, and no kernels ahead.
 ENVIRONMENT = {
@@ -215,38 +224,52 @@ def late(seed: int, backends: tuple[str, ...], number: int, why: str) -> list[Ou
     return [Outcome(number, backend, None, *told, why)]
 
 
+TABLES: dict[str, Callable[[Outcome], str]] = {
+    "by backend": lambda x: x.backend,
+    "by function": lambda x: x.function,
+    "by x64": lambda x: "x64" if x.x64 else "x32",
+    "by tiles": lambda x: f"{x.backend} {x.tiles or 'of this GPU'}",
+}
+
+
 def summary(
     seed: int, backends: tuple[str, ...], started: float, outcomes: list[Outcome]
 ) -> dict[str, Any]:
     """Returns the figures of a run: what ran, counts of outcomes, wrong calls, seconds."""
-    by = lambda key: _counts((key(each), each.kind) for each in outcomes)
+    tables = {
+        name: _counts((key(each), each.kind) for each in outcomes) for name, key in TABLES.items()
+    }
+    refused = collections.Counter(x.why.split(": ")[-1][:70] for x in outcomes if x.why)
+    return {
+        "device": jax.devices()[0].device_kind,
+        **tables,
+        LARGEST: _largest(outcomes),
+        "refused": dict(refused.most_common(8)) if refused else {},
+        "wrong": _wrong(seed, backends, outcomes),
+        "backends": backends,
+        "kernels": {each.number: each.kernels for each in outcomes if each.kernels},
+        "seconds": round(time.monotonic() - started),
+    }
+
+
+def _largest(outcomes: list[Outcome]) -> dict[str, float]:
     worst: dict[str, float] = {}
     for each in outcomes:
         for name, error in each.errors.items():
             key = f"{each.backend} {name.rstrip('0123456789')}"
             worst[key] = max(worst.get(key, 0.0), error)
+    return dict(sorted(worst.items()))
+
+
+def _wrong(seed: int, backends: tuple[str, ...], outcomes: list[Outcome]) -> list[dict[str, Any]]:
     repeat = f"python -m tests.gpu_fuzz --seed {seed} --backend {' '.join(backends)} --count 1"
-    wrong = [
+    return [
         {"repeat": f"{repeat} --first {each.number}"}
         | {name: getattr(each, name) for name in ("number", "backend", "tiles", "x64")}
         | {"call": each.call, "why": each.why}
         for each in outcomes
         if each.kind == "wrong"
     ]
-    refused = collections.Counter(x.why.split(": ")[-1][:70] for x in outcomes if x.why)
-    return {
-        "device": jax.devices()[0].device_kind,
-        "by backend": by(lambda x: x.backend),
-        "by function": by(lambda x: x.function),
-        "by x64": by(lambda x: "x64" if x.x64 else "x32"),
-        "by tiles": by(lambda x: f"{x.backend} {x.tiles or 'of this GPU'}"),
-        "largest errors, of what is allowed": dict(sorted(worst.items())),
-        "refused": dict(refused.most_common(8)) if refused else {},
-        "wrong": wrong,
-        "backends": backends,
-        "kernels": {each.number: each.kernels for each in outcomes if each.kernels},
-        "seconds": round(time.monotonic() - started),
-    }
 
 
 def _counts(pairs) -> dict[str, dict[str, int]]:
@@ -257,18 +280,102 @@ def _counts(pairs) -> dict[str, dict[str, int]]:
     return found
 
 
+# --- Calls whose kernels have changed -------------------------------------------------------------
+
+
+def changed(seed: int, backends: tuple[str, ...], known: dict[str, str], number: int) -> list[int]:
+    """Returns [number] of a call whose kernels are not those of a file, [] of any other."""
+    return [number] if kernels(seed, backends, number) != known[str(number)] else []
+
+
+def without(file: dict[str, Any], numbers: list[int]) -> dict[str, Any]:
+    """Returns a file that claims nothing of the kernels of these calls: they wait for a GPU."""
+    waiting = sorted({*file.get(WAITING, ()), *numbers})
+    known = {key: x for key, x in file["kernels"].items() if int(key) not in waiting}
+    return file | {"kernels": known, WAITING: waiting}
+
+
+def merged(file: dict[str, Any], again: dict[str, Any], outcomes: list[Outcome]) -> dict[str, Any]:
+    """Returns a file with the outcomes of waiting calls, which were right with earlier kernels.
+
+    Args:
+        file: of all calls.
+        again: figures of the run of those that waited, as `fuzzing.run` has them.
+        outcomes: of these.
+    """
+    tables = {name: {key: dict(kinds) for key, kinds in file[name].items()} for name in TABLES}
+    for each in outcomes:
+        for name, key in TABLES.items():
+            kinds = tables[name][key(each)]
+            kinds["right"] -= 1
+            kinds[each.kind] = kinds.get(each.kind, 0) + 1
+    before, now = file[LARGEST], again[LARGEST]
+    largest = {x: max(before.get(x, 0.0), now.get(x, 0.0)) for x in sorted({*before, *now})}
+    known = {int(key): x for key, x in {**file["kernels"], **again["kernels"]}.items()}
+    done = {each.number for each in outcomes}
+    run = {key: again[key] for key in ("device", "calls", "seconds", "versions", "commit", "date")}
+    more = {
+        LARGEST: largest,
+        "wrong": [*file["wrong"], *again["wrong"]],
+        "kernels": {str(number): known[number] for number in sorted(known)},
+        WAITING: [number for number in file[WAITING] if number not in done],
+        "again": [*file.get("again", ()), run],
+    }
+    return file | tables | more
+
+
+# --- Command line ---------------------------------------------------------------------------------
+
+
+def _run_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    which = arguments.seed, tuple(arguments.backend)
+    figures = functools.partial(summary, *which, time.monotonic())
+    late_calls = functools.partial(late, *which)
+    return fuzzing.run(functools.partial(attempt, *which), arguments, figures, late_calls)
+
+
+def _run_again(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs the calls of a file that wait, and writes it with their outcomes."""
+    file = json.loads(arguments.again.read_text())
+    which, started = (file["seed"], tuple(file["backends"])), time.monotonic()
+    outcomes: list[Outcome] = []
+
+    def figures(so_far: list[Outcome]) -> dict[str, Any]:
+        outcomes[:] = so_far
+        return summary(*which, started, so_far)
+
+    late_calls, calls = functools.partial(late, *which), functools.partial(attempt, *which)
+    again = fuzzing.run(calls, arguments, figures, late_calls, file[WAITING])
+    _write(arguments.again, merged(file, again, outcomes))
+    return again
+
+
+def _check(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Finds the calls of a file whose kernels have changed, and writes it without these."""
+    file = json.loads(arguments.check.read_text())
+    which = file["seed"], tuple(file["backends"])
+    calls = functools.partial(changed, *which, file["kernels"])
+    numbers = [int(key) for key in file["kernels"]]
+    found = fuzzing.run(calls, arguments, lambda numbers: {"changed": numbers}, numbers=numbers)
+    _write(arguments.check, without(file, found["changed"]))
+    return found | {"wrong": []}
+
+
+def _write(path: Path, file: dict[str, Any]) -> None:
+    path.write_text(json.dumps(file, indent=2) + "\n")
+
+
 def main() -> int:
     """Runs the command line; returns the exit status."""
     parser = fuzzing.parser("gpu_fuzz", __doc__, max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--backend", nargs="+", default=["hopper", "portable"])
+    parser.add_argument("--check", type=Path, help="file whose changed calls are to be found")
+    parser.add_argument("--again", type=Path, help="file whose changed calls are to run again")
     arguments = parser.parse_args()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    which = arguments.seed, tuple(arguments.backend)
-    figures = functools.partial(summary, *which, time.monotonic())
-    found = fuzzing.run(
-        functools.partial(attempt, *which), arguments, figures, functools.partial(late, *which)
-    )
+    act = _check if arguments.check else _run_again if arguments.again else _run_all
+    found = act(arguments)
     told = {k: v for k, v in found.items() if k not in ("wrong", "kernels")}
     print(json.dumps(told, indent=2))
     return 1 if found["wrong"] else 0

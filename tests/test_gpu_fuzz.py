@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import time
@@ -239,3 +240,34 @@ def test_a_host_without_a_gpu_knows_the_kernels_of_a_call():
     kernels = [gpu_fuzz.kernels(1, ("hopper", "portable"), n) for n in (0, 1, 3, 0)]
     assert kernels[0] == kernels[3] and len(set(kernels)) == 3
     assert all(len(x) == digests.LENGTH for x in kernels)
+
+
+def test_calls_whose_kernels_have_changed_run_again():
+    which = 1, ("hopper", "portable")
+    outcomes = [
+        gpu_fuzz.Outcome(n, which[1][n % 2], None, "flash_attention", False, kernels=f"old {n}")
+        for n in range(12)
+    ]
+    provenance = {"calls": 12, "versions": {}, "commit": "before", "date": "2026-01-01"}
+    file = gpu_fuzz.summary(*which, 0.0, outcomes) | provenance
+    file = json.loads(json.dumps(file))
+    assert gpu_fuzz.changed(*which, file["kernels"], 3) == [3]
+    assert gpu_fuzz.changed(*which, {"3": gpu_fuzz.kernels(*which, 3)}, 3) == []
+
+    waiting = gpu_fuzz.without(file, [3, 10])
+    assert waiting[gpu_fuzz.WAITING] == [3, 10] and not {"3", "10"} & waiting["kernels"].keys()
+    ran = [
+        dataclasses.replace(outcomes[10], kernels="new 10", errors={"dq": 0.5}),
+        dataclasses.replace(outcomes[3], kind="wrong", why="off"),
+    ]
+    again = gpu_fuzz.summary(*which, 0.0, ran[:1]) | provenance | {"calls": 1, "commit": "after"}
+    right = gpu_fuzz.merged(waiting, again, ran[:1])
+    assert right["kernels"]["10"] == "new 10" and right[gpu_fuzz.WAITING] == [3]
+    assert right["by function"] == file["by function"] and right["calls"] == 12
+    assert right[gpu_fuzz.LARGEST] == {"hopper dq": 0.5} and not right["wrong"]
+    assert [run["commit"] for run in right["again"]] == ["after"]
+
+    again = gpu_fuzz.summary(*which, 0.0, ran[1:]) | provenance
+    wrong = gpu_fuzz.merged(right, again, ran[1:])
+    assert [each["number"] for each in wrong["wrong"]] == [3] and not wrong[gpu_fuzz.WAITING]
+    assert wrong["by backend"]["portable"] == {"right": 5, "wrong": 1}
