@@ -11,7 +11,7 @@ WORKERS ?= 2
 # test, and the others have no cores for kernels that are compiled ahead.
 GPU_ENV := FLASH_PALLAS_COMPILE_AHEAD=0 XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0
 
-.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-hopper compile-check-cuda12 package fuzz-lowering coverage-check test-gpu test-gpus fuzz-gpu coverage-gpu sanitize-gpu bench docs clean
+.PHONY: help test test-all test-clients test-compat test-0.12 lint demo compile-check compile-check-0.12 compile-check-hopper compile-check-cuda12 package fuzz-lowering coverage-check test-gpu test-gpus fuzz-check fuzz-gpu coverage-gpu sanitize-gpu bench docs clean
 
 help:
 	@echo "make demo           train a small transformer on the standard library's source"
@@ -30,7 +30,9 @@ help:
 	@echo "make test-gpu       the tests that need a Hopper GPU; with PASSED=FILE but for those that the"
 	@echo "                    file names, to which it adds those that pass"
 	@echo "make test-gpus      the tests that need two or four of them"
-	@echo "make fuzz-gpu       random calls of every function against float64: COUNT=1500 SEED=1"
+	@echo "make fuzz-gpu       random calls of every function against float64: COUNT=1500 SEED=1;"
+	@echo "                    with AGAIN=1 only those that make fuzz-check has found"
+	@echo "make fuzz-check     which of these have other kernels since; takes them out; needs no GPU"
 	@echo "make coverage-gpu   every kernel that a backend can choose, against float64"
 	@echo "make coverage-check which kernels have changed since they ran on a GPU; needs none"
 	@echo "make sanitize-gpu   every kernel under memcheck and racecheck of compute-sanitizer"
@@ -141,9 +143,14 @@ coverage-check:
 	$(PY) -m flash_pallas.coverage --check benchmarks/results/gpu_coverage.json
 	$(PY) -m pytest -q tests/test_gpu_results.py
 
+FUZZ = benchmarks/results/gpu_fuzz.json
+fuzz-check:
+	@$(SETUP) dev
+	$(PY) -m tests.gpu_fuzz --check $(FUZZ) --processes $(WORKERS)
+
 fuzz-gpu:
 	@$(SETUP) dev cuda13
-	$(GPU_ENV) $(PY) -m tests.gpu_fuzz --count $(COUNT) $(if $(SEED),--seed $(SEED)) --json benchmarks/results/gpu_fuzz.json
+	$(GPU_ENV) $(PY) -m tests.gpu_fuzz $(if $(AGAIN),--again,--count $(COUNT) $(if $(SEED),--seed $(SEED)) --json) $(FUZZ)
 
 sanitize-gpu:
 	@$(SETUP) dev cuda13 sanitizer
