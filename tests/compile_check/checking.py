@@ -74,7 +74,8 @@ class Choice:
 def check(target: Target, row: Row, folder: Path) -> tuple[list[Report], list[str]]:
     """Compiles one row; returns its kernels' reports and the faults of the row as a whole."""
     try:
-        compile_for(target, row.function, *row.arguments)
+        function, arguments = row.call()
+        compile_for(target, function, *arguments)
     except Exception as error:  # whatever stage refuses it, the row has failed and the rest goes on
         lines = str(error).strip().splitlines() or [""]
         return take(folder), [f"{row}: {type(error).__name__}: {lines[0][:300]}"]

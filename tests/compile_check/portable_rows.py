@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +30,11 @@ from .rows import (
     MODIFIERS,
     Q_HEADS,
     WIDE_DECODES,
+    Call,
     Row,
     cotangents,
     decode_call,
+    ready,
 )
 
 # Of q and k, and of v. 72 is padded to 80; 192 with 128 is that of multi-head latent attention.
@@ -219,7 +223,7 @@ def _decode(backend, head_dim: int, name: str, *others: int) -> Row:
     blocks = backend.decode.plan(describe_decode(operands, spec))
     run = lambda o: backend.decode.run(spec, blocks, o)
     said = f"{name}, {others[0]} {others[1]}/{others[2]}" if others else name
-    return Row("portable decode", head_dim, "bfloat16", said, run, (operands,))
+    return Row("portable decode", head_dim, "bfloat16", said, ready(run, operands))
 
 
 def _plain(backend, path: str, head_dims: tuple[int, int], dtype: str, name: str) -> Row:
@@ -228,23 +232,30 @@ def _plain(backend, path: str, head_dims: tuple[int, int], dtype: str, name: str
     of = lambda heads, columns: jax.ShapeDtypeStruct((BATCH, length, heads, columns), dtype)
     q, k, v = of(Q_HEADS, width), of(KV_HEADS, width), of(KV_HEADS, v_width)
     spec = AttentionSpec(shape.head_dim**-0.5, mask, deterministic=path == "deterministic")
-    named = (path, width, dtype, name)
-    return _row(backend, named, spec, Operands(q, k, v, None), of(Q_HEADS, v_width))
+    given = backend, path, spec, Operands(q, k, v, None), of(Q_HEADS, v_width)
+    return Row("portable " + path, width, dtype, name, functools.partial(_call, *given))
 
 
 def _modified(backend, case: Case, paths: tuple[str, ...]) -> Iterator[Row]:
-    x = case.inputs()
-    arguments = Arguments(**case.arguments(x))
-    call = validate.canonicalize(x.q, x.k, x.v, arguments)
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
-    operands, do = jax.tree.map(shape, call.operands), shape(x.do)
+
+    @functools.cache
+    def canonical() -> tuple[AttentionSpec, Operands, Any]:
+        x = case.inputs()
+        call = validate.canonicalize(x.q, x.k, x.v, Arguments(**case.arguments(x)))
+        return call.spec, jax.tree.map(shape, call.operands), shape(x.do)
+
+    def call(path: str) -> Call:
+        spec, operands, do = canonical()
+        spec = dataclasses.replace(spec, deterministic=path == "deterministic")
+        return _call(backend, path, spec, operands, do)
+
     for path in paths:
-        spec = dataclasses.replace(call.spec, deterministic=path == "deterministic")
-        yield _row(backend, (path, case.H, case.dtype, case.name), spec, operands, do)
+        named = "portable " + path, case.H, case.dtype, case.name
+        yield Row(*named, functools.partial(call, path))
 
 
-def _row(backend, named, spec: AttentionSpec, operands: Operands, do) -> Row:
-    path, *about = named
+def _call(backend, path: str, spec: AttentionSpec, operands: Operands, do) -> Call:
     problem = describe(operands, spec)
     blocks = backend.attention.plan(problem)
     if path == "forward":
@@ -255,4 +266,4 @@ def _row(backend, named, spec: AttentionSpec, operands: Operands, do) -> Row:
         extra = frozenset(EXTRA_GRADS) & problem.features if path == "backward" else frozenset()
         run = lambda *a: backend.vjp.run(spec, blocks, *a, wanted=extra)
         arguments = (operands, cotangents(spec, do, per_row))
-    return Row("portable " + path, *about, run, arguments)
+    return run, arguments

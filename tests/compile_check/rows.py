@@ -358,6 +358,9 @@ ALLOWED_IN_FLOAT32 = {("flash_pallas_backward_dq", 128, "causal"): 40}
 ALONE = " without producer"
 
 
+Call = tuple[Callable, tuple[Any, ...]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One call of the backend.
@@ -368,7 +371,8 @@ class Row:
         head_dim: head dim of q and k.
         dtype: "bfloat16", "float16" or "float32".
         mask: an entry of MASKS, of LONG_MASKS or of MODIFIERS; or a cell of a suite.
-        function, arguments: what to compile.
+        call: makes (function, its arguments): what to compile. Arrays of cases take a tenth of a
+            second each, too long for rows that are only counted.
         most_registers: registers that each thread may have at launch.
         allowed: table of allowed spills like ALLOWED_SPILLS; None: a table of this module.
     """
@@ -377,8 +381,7 @@ class Row:
     head_dim: int
     dtype: str
     mask: str
-    function: Callable
-    arguments: tuple[Any, ...]
+    call: Callable[[], Call]
     most_registers: int = MOST_REGISTERS
     allowed: Mapping[tuple[str, int, str], int] | None = None
 
@@ -399,6 +402,11 @@ class Row:
             return ALLOWED_IN_FLOAT32.get(key, 0)
         allowed = ALLOWED_SPILLS if self.producer else ALLOWED_WITHOUT_PRODUCER
         return allowed.get(key, 0)
+
+
+def ready(function: Callable, *arguments: Any) -> Callable[[], Call]:
+    """Returns `Row.call` of what is there already."""
+    return lambda: (function, arguments)
 
 
 def _row(path: str, head_dim: int, dtype: str, mask: str) -> Row:
@@ -436,7 +444,7 @@ def _of_shape(
     else:
         run = lambda *a: backend.vjp.run(spec, blocks, *a, wanted=frozenset())
         arguments = (operands, cotangents(spec, q, per_row))
-    return Row(path, head_dim, dtype, mask, run, arguments)
+    return Row(path, head_dim, dtype, mask, ready(run, *arguments))
 
 
 def cotangents(spec: AttentionSpec, do, per_row) -> Cotangents:
@@ -447,6 +455,14 @@ def cotangents(spec: AttentionSpec, do, per_row) -> Cotangents:
 
 def _modifier_rows(case: Case) -> Iterator[Row]:
     """Yields forward and backward, with every gradient, of a case of the Hopper tests."""
+    calls = functools.cache(lambda: _calls_of(case))
+    for path in ("forward", "backward"):
+        call = lambda path=path: calls()[path]
+        yield Row(path, case.H, case.dtype, case.name, call)
+
+
+def _calls_of(case: Case) -> dict[str, Call]:
+    """Returns the calls of `_modifier_rows`, by path."""
     x = case.inputs()
     arguments = Arguments(**case.arguments(x), deterministic=case.deterministic)
     call = validate.canonicalize(x.q, x.k, x.v, arguments)
@@ -460,9 +476,8 @@ def _modifier_rows(case: Case) -> Iterator[Row]:
     wanted = frozenset(name for name in EXTRA_GRADS if name in call.problem.features)
     forward = lambda o: backend.attention.run(spec, blocks, o)
     backward = lambda o, c: backend.vjp.run(spec, blocks, o, c, wanted)
-    named = (case.H, case.dtype, case.name)
-    yield Row("forward", *named, forward, (forms,))
-    yield Row("backward", *named, backward, (forms, cotangents(spec, do, per_row)))
+    given = forms, cotangents(spec, do, per_row)
+    return {"forward": (forward, given[:1]), "backward": (backward, given)}
 
 
 def _pair_bias_row(length: int, head_dim: int) -> Row:
@@ -476,7 +491,8 @@ def _pair_bias_row(length: int, head_dim: int) -> Row:
     blocks = backend.attention.plan(describe(operands, spec))
     run = lambda o, c: backend.vjp.run(spec, blocks, o, c, frozenset({"bias"}))
     arguments = operands, cotangents(spec, q, per_row)
-    return Row("backward", head_dim, "bfloat16", f"pair bias {length}", run, arguments)
+    name = f"pair bias {length}"
+    return Row("backward", head_dim, "bfloat16", name, ready(run, *arguments))
 
 
 def decode_call(
@@ -525,7 +541,7 @@ def _decode_row(head_dim: int, name: str, *others: int) -> Row:
     both = isinstance(blocks, DecodeBlocks) and blocks.ctas_per_sm(problem) > 1
     most = 128 if both else MOST_REGISTERS
     said = f"{name}, {others[0]} {others[1]}/{others[2]}" if others else name
-    return Row("decode", head_dim, "bfloat16", said, run, (operands,), most)
+    return Row("decode", head_dim, "bfloat16", said, ready(run, operands), most)
 
 
 def _decode_rows() -> Iterator[Row]:
@@ -562,7 +578,7 @@ def _ragged_row(path: str, head_dim: int, name: str) -> Row:
     producer = trades_registers() and not path.endswith(ALONE)
     blocks = choose_chunk_blocks(problem, H200_SMS, producer)
     run = lambda o: ragged_chunks(blocks, problem, ragged.in_range(o), H200_SMS, False)
-    return Row(path, head_dim, "bfloat16", name, run, (operands,))
+    return Row(path, head_dim, "bfloat16", name, ready(run, operands))
 
 
 def _whole_ragged_row(name: str, **given) -> Row:
@@ -576,7 +592,7 @@ def _whole_ragged_row(name: str, **given) -> Row:
     backend = HopperBackend()
     blocks = backend.ragged.plan(ragged.describe(operands, spec))
     run = lambda o: backend.ragged.run(spec, blocks, o)
-    return Row("steps and chunks", 128, "bfloat16", name, run, (operands,))
+    return Row("steps and chunks", 128, "bfloat16", name, ready(run, operands))
 
 
 def _ragged_rows() -> Iterator[Row]:
@@ -615,9 +631,9 @@ def _packed_rows() -> Iterator[Row]:
         blocks = backend.attention.plan(describe(operands, spec))
         forward = functools.partial(backend.attention.run, spec, blocks)
         backward = functools.partial(backend.vjp.run, spec, blocks, wanted=frozenset())
-        yield Row("forward", 128, "bfloat16", name, forward, (operands,))
+        yield Row("forward", 128, "bfloat16", name, ready(forward, operands))
         arguments = operands, cotangents(spec, q, per_row)
-        yield Row("backward", 128, "bfloat16", name, backward, arguments)
+        yield Row("backward", 128, "bfloat16", name, ready(backward, *arguments))
 
 
 def _rows_of_other_lengths() -> Iterator[Row]:
@@ -649,7 +665,9 @@ def rows() -> Iterator[Row]:
         path, head_dim, mask = sizes
         yield _row(path, head_dim, "bfloat16", mask)
     yield from _rows_of_other_lengths()
-    yield from (Row(*row) for row in tangent_rows(HopperBackend(capability="9.0")))
+    tangents = tangent_rows(HopperBackend(capability="9.0"))
+    for path, head_dim, dtype, mask, run, arguments in tangents:
+        yield Row(path, head_dim, dtype, mask, ready(run, *arguments))
     if trades_registers():
         yield from _rows_without_producer()
     for path, head_dim in itertools.product(("forward", "backward"), (64, 128)):

@@ -368,7 +368,7 @@ def test_every_row_is_in_a_part(monkeypatch):
 def test_rows_compile_or_say_why_not(tmp_path):
     """Compiles a kernel, a call without kernels, and one that cannot be traced."""
     spec = jax.ShapeDtypeStruct((8,), jnp.float32)
-    make = lambda f: rows.Row("forward", 64, "float32", "full", f, (spec,))
+    make = lambda f: rows.Row("forward", 64, "float32", "full", rows.ready(f, spec))
     forward = next(row for row in rows.rows() if str(row) == "forward 128 bfloat16 full")
     with dump_to(tmp_path, find_tools()):
         (kernel,), wrong = checking.check(H200, forward, tmp_path)
@@ -446,7 +446,7 @@ def _greedy(target):
     form = jax.ShapeDtypeStruct((128,), jnp.float32)
     scratch = [plgpu.SMEM((target.smem + 1,), jnp.int8)]
     run = plgpu.kernel(kernel, out_type=form, scratch_types=scratch)
-    return rows.Row("greedy", 0, "float32", "none", run, (form,))
+    return rows.Row("greedy", 0, "float32", "none", rows.ready(run, form))
 
 
 def _compiled(target):
