@@ -317,6 +317,29 @@ def _instructions() -> Figures:
     yield "instructions.division", str(all_of((grouped, OURS, 0)) - all_of(ours))
 
 
+def _profile() -> Figures:
+    """Yields the table of what Nsight Compute says of the backward's main kernels."""
+    rows = rows_of("backward_profile")
+    waits = {
+        "short_sb": "shared memory, exponentials",
+        "long_sb": "mbarriers, fences",
+        "barrier": "barriers, matmuls",
+        "wait": "the last instruction",
+    }
+    names = {OURS: "`flash_pallas`", "fa3": "FlashAttention-3"}
+    metrics = [x for x in rows[0] if x not in ("cell", "kernel", "loop")]
+    body = [
+        [
+            *(row["cell"], names[row["kernel"]]),
+            *(f"{row[name]:.4g}" for name in metrics),
+            *(f"{row['loop']['waits, % of samples'].get(name, 0.0):.0f}" for name in waits),
+        ]
+        for row in rows
+    ]
+    head = ["B,T,N,K,H", "kernel", *metrics, *(f"% of waits: {said}" for said in waits.values())]
+    yield "backward_profile", f"\n{markdown.grid(head, body)}\n"
+
+
 def _worth_of_instructions() -> Figures:
     """Yields the time of trials of the backward with fewer instructions, over that without."""
 
@@ -349,6 +372,7 @@ FAMILIES = (
     _client,
     _first_calls,
     _instructions,
+    _profile,
     _worth_of_instructions,
 )
 
