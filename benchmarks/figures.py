@@ -336,7 +336,7 @@ def _profile() -> Figures:
         ]
         for row in rows
     ]
-    head = ["B,T,N,K,H", "kernel", *metrics, *(f"% of waits: {said}" for said in waits.values())]
+    head = ["B,T,N,K,H", "kernel", *metrics, *(f"% of samples: {said}" for said in waits.values())]
     yield "backward_profile", f"\n{markdown.grid(head, body)}\n"
 
 

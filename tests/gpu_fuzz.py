@@ -341,6 +341,9 @@ def _run_all(arguments: argparse.Namespace) -> dict[str, Any]:
 def _run_again(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the calls of a file that wait, and writes it with their outcomes."""
     file = json.loads(arguments.again.read_text())
+    if not file.get(WAITING):
+        return {"changed": []}
+    arguments.seed = file["seed"]
     which, started = (file["seed"], tuple(file["backends"])), time.monotonic()
     outcomes: list[Outcome] = []
 
@@ -360,9 +363,9 @@ def _check(arguments: argparse.Namespace) -> dict[str, Any]:
     which = file["seed"], tuple(file["backends"])
     calls = functools.partial(changed, *which, file["kernels"])
     numbers = [int(key) for key in file["kernels"]]
-    found = fuzzing.run(calls, arguments, lambda numbers: {"changed": numbers}, numbers=numbers)
+    found = fuzzing.run(calls, arguments, lambda those: {"changed": those}, numbers=numbers)
     _write(arguments.check, without(file, found["changed"]))
-    return found | {"wrong": []}
+    return found
 
 
 def _write(path: Path, file: dict[str, Any]) -> None:
@@ -382,7 +385,7 @@ def main() -> int:
     found = act(arguments)
     told = {k: v for k, v in found.items() if k not in ("wrong", "kernels")}
     print(json.dumps(told, indent=2))
-    return 1 if found["wrong"] else 0
+    return 1 if found.get("wrong") else 0
 
 
 if __name__ == "__main__":

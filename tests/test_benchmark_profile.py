@@ -45,8 +45,8 @@ def test_a_loop_says_where_its_warps_wait():
 def test_each_main_kernel_has_a_row():
     ours, theirs = run_profile.OURS + "_gpu_kernel", "void flash::FlashAttnBwdSm90<(int)2>"
     names = [ours, "flash::FlashAttnBwdPreprocess<>", theirs] * len(run_profile.CELLS)
-    figures = [[name, "1.5", "2,000,000", "60.0", "0.5"] for name in names]
-    raw = lines(["Kernel Name", *FIGURES], ["", "ms", "inst", "%", ""], *figures)
+    figures = [[name, "1,500.0", "2,000,000", "60.0", "0.5"] for name in names]
+    raw = lines(["Kernel Name", *FIGURES], ["", "us", "inst", "%", ""], *figures)
     # ncu prints the sources of a template twice.
     twice = [name for name in names for _ in range(1 if name == ours else 2)]
     rows = run_profile.rows_of(raw, lines(*(row for name in twice for row in source(name))))
