@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
+from unittest import mock
 
 import jax
 
-from . import tracing
+import flash_pallas
+
+from . import block_masks, features, tracing
 from .features import Sizes, Variant
 
 
@@ -18,21 +22,30 @@ def inputs_of(sizes: Sizes, variant: Variant) -> tuple:
     return *qkv, *(extra[name] for name in variant.differentiated), do
 
 
+@contextlib.contextmanager
+def calls_of(package: str):
+    """Makes features.py call another version of the package, with block masks that it made."""
+    module = importlib.import_module(package)
+    masks = mock.patch.object(block_masks, "BlockMask", module.BlockMask)
+    with masks, mock.patch.object(features, "flash_pallas", module):
+        yield module
+
+
 def export(sizes: Sizes, variant: Variant, package: str | None = None, **static: Any):
     """Traces a call and its gradient as `tracing.export` does.
 
-    Arrays that have no gradient are constants of the program. `package`: another version, which has
-    the function by its name. `static`: further arguments.
+    Arrays that have no gradient are constants of the program. `package`: another version.
+    `static`: further arguments.
     """
-    fixed = {} if variant.differentiated else variant.make(sizes, jax.random.key(1))
-    function = variant.function
-    if package is not None:
-        function = getattr(importlib.import_module(package), function.__name__)
-    static = dict(variant.static) | static
+    with calls_of(package or flash_pallas.__name__) as module:
+        fixed = {} if variant.differentiated else variant.make(sizes, jax.random.key(1))
+        # A function of features.py looks up in the module what it calls.
+        function = getattr(module, variant.function.__name__, variant.function)
+        static = dict(variant.static) | static
 
-    def run(q, k, v, *wanted):
-        named = dict(zip(variant.differentiated, wanted, strict=True))
-        return function(q, k, v, **static, **fixed, **named)
+        def run(q, k, v, *wanted):
+            named = dict(zip(variant.differentiated, wanted, strict=True))
+            return function(q, k, v, **static, **fixed, **named)
 
-    like = jax.eval_shape(lambda: inputs_of(sizes, variant))
-    return tracing.export(tracing.Attention(run), like)
+        like = jax.eval_shape(lambda: inputs_of(sizes, variant))
+        return tracing.export(tracing.Attention(run), like)

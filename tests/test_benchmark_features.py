@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pathlib
+import shutil
 import sys
 
 import jax
@@ -12,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import features, run_features, tables, timing
+import flash_pallas
+from benchmarks import feature_programs, features, run_features, tables, timing
 from benchmarks.peers import PEERS, Unsupported
 from tests import flash_attention_3_stand_in
 
@@ -49,6 +52,17 @@ def test_documents_cover_the_length_unequally():
     counts = np.bincount(features.packed_ids(32768))
     assert len(counts) == features.DOCUMENTS and counts.sum() == 32768
     assert counts.max() > 1.5 * counts.min() > 0
+
+
+def test_another_version_runs_calls_that_make_objects_of_their_own(tmp_path, monkeypatch):
+    source, copy = pathlib.Path(flash_pallas.__file__).parent, tmp_path / "flash_pallas_copy"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = features.Sizes(1, 512, 1, 1, 16, 16)
+    for name in (f"causal, varlen of {features.DOCUMENTS} documents", "block mask, causal"):
+        found = feature_programs.export(sizes, VARIANTS[name], copy.name, backend="xla")
+        assert found.forward.out_avals[0].shape == (1, 512, 1, 16)
+    assert features.flash_pallas is flash_pallas
 
 
 VARIANTS = {v.name: v for group in features.GROUPS for v in group.variants}
