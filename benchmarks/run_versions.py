@@ -10,6 +10,11 @@ drift is the same for all. With `--blocks` tile sizes of flash_pallas are furthe
 
     --blocks 'lockstep={"fused": {"ping_pong": false}}'
 
+With `--peers fa3` providers of providers.py are timed in the same process, and with
+`--cells` cells that no suite has: `--cells 4,4096,32,32,64 8,2048,16,16,128`, each with and without
+the causal mask. Every row has the largest difference of its results from the first version's, as a
+share of their largest element.
+
 With `--features` the calls of features.py are compared whose group, sizes and name have one of the
 texts, instead of the cells of a suite. A version that cannot run a call is left out of its rows.
 """
@@ -18,16 +23,19 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import importlib
 import itertools
 import json
 import multiprocessing
 import pathlib
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import (
     feature_programs,
@@ -58,16 +66,28 @@ def export(package: str, call: dict[str, Any], cell: suites.Cell) -> tracing.Pro
     return tracing.export(attention, gate.input_shapes(cell.shape, jnp.dtype(jnp.bfloat16)))
 
 
+def make_peer(name: str, cell: suites.Cell) -> Callable[[gate.Inputs], tracing.Runner]:
+    """Returns a function from inputs to a provider's Runner; programs of jax compile here."""
+    provider = providers.PROVIDERS[name]
+    if provider.attention is None:
+        return functools.partial(provider.runner, cell)
+    like = gate.input_shapes(cell.shape, jnp.dtype(jnp.bfloat16))
+    return tracing.compiled(tracing.lower(provider.attention(cell), like))
+
+
 def compile_all(arguments, cells: list[suites.Cell]):
     """Compiles all programs in parallel; returns functions from inputs to a Runner, by job."""
     named, workers = versions(arguments), arguments.workers
-    jobs = [(name, cell) for cell in cells for name in named]
     apart = multiprocessing.get_context("spawn")
+    finish = lambda t: tracing.compiled(tracing.lower_exported(t.result()))
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=apart) as processes:
-        traced = [processes.submit(export, *named[name], cell) for name, cell in jobs]
+        jobs = itertools.product(named, cells)
+        traced = {(n, cell): processes.submit(export, *named[n], cell) for n, cell in jobs}
         with concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
-            finish = lambda t: tracing.compiled(tracing.lower_exported(t.result()))
-            return dict(zip(jobs, pool.map(finish, traced), strict=True))
+            made = {job: pool.submit(finish, t) for job, t in traced.items()}
+            peers = itertools.product(arguments.peers, cells)
+            made |= {job: pool.submit(make_peer, *job) for job in peers}
+            return {job: future.result() for job, future in made.items()}
 
 
 def compare(
@@ -76,15 +96,40 @@ def compare(
     """Returns a row per direction: medians in ms, and each version's time over the first one's."""
     inputs = gate.random_inputs(cell.shape, jnp.dtype(jnp.bfloat16))
     runners = {package: make(inputs) for package, make in makers.items()}
-    return timed(runners, cell.label, timer, arguments)
+    differ = differences({name: runner.results() for name, runner in runners.items()})
+    rows = timed(runners, cell.label, timer, arguments)
+    of = {"forward": ("o",), "backward": ("dq", "dk", "dv")}
+    for row in rows:
+        row["differs"] = {p: {x: d[x] for x in of[row["direction"]]} for p, d in differ.items()}
+    return rows
+
+
+def differences(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Returns how far results are from those of the first: 0.0 where all bits are the same."""
+    first, *others = (
+        {k: np.asarray(x, np.float32) for k, x in r.items()} for r in results.values()
+    )
+    far = lambda x, of: float(np.abs(x - of).max() / np.abs(of).max())
+    return {
+        name: {key: far(found[key], x) for key, x in first.items() if key in found}
+        for name, found in zip([*results][1:], others, strict=True)
+    }
+
+
+def cells_of(arguments) -> list[suites.Cell]:
+    """Returns the cells of the command line."""
+    if not arguments.cells:
+        return [cell for cell in suites.SUITES[arguments.suite] if arguments.only in cell.label]
+    sizes = [suites.Shape(*map(int, text.split(","))) for text in arguments.cells]
+    return [suites.Cell(*cell) for cell in itertools.product(sizes, (False, True))]
 
 
 def compare_cells(arguments, timer: timing.Timer):
-    """Yields the rows of each cell of a suite, all of which are compiled first."""
-    cells = [cell for cell in suites.SUITES[arguments.suite] if arguments.only in cell.label]
+    """Yields the rows of each cell, all of which are compiled first."""
+    cells = cells_of(arguments)
     made = compile_all(arguments, cells)
     for cell in cells:
-        makers = {name: made[name, cell] for name in versions(arguments)}
+        makers = {name: made[name, cell] for name in (*versions(arguments), *arguments.peers)}
         yield compare(makers, cell, timer, arguments)
 
 
@@ -93,7 +138,7 @@ def timed(
 ) -> list[dict[str, Any]]:
     """Returns the rows of `compare` for programs, each with `launches` by direction."""
     first, rows = next(iter(runners)), []
-    for direction in DIRECTIONS:
+    for direction in arguments.directions:
         launches = {package: runner.launches[direction] for package, runner in runners.items()}
         samples, failures = timing.interleave(
             timer, launches, arguments.rounds, arguments.reading_ms
@@ -176,6 +221,9 @@ def main() -> None:
     parser.add_argument("--features", nargs="+", default=[], metavar="TEXT", help="not a suite")
     parser.add_argument("--suite", default="h200", choices=sorted(suites.SUITES))
     parser.add_argument("--only", default="", help="cells whose label contains this")
+    parser.add_argument("--cells", nargs="+", default=[], metavar="B,T,N,K,H", help="not a suite")
+    parser.add_argument("--peers", nargs="+", default=[], choices=list(providers.PROVIDERS))
+    parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--reading-ms", type=float, default=8.0)
     parser.add_argument("--workers", type=int, default=12, help="processes that trace")
@@ -195,7 +243,7 @@ def main() -> None:
         "timer": timer.name,
         "timer_check": log,
     }
-    subject = "features" if arguments.features else arguments.suite
+    subject = "features" if arguments.features else " ".join(arguments.cells) or arguments.suite
     found = results.header(f"versions of {subject}", about) | {"rows": []}
     for some in compare_them(arguments, timer):
         found["rows"] += some

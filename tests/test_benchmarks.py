@@ -43,14 +43,27 @@ CELL = suites.Cell(SHAPE, True)
 def test_versions_are_divided_by_the_first():
     attention = providers.flash_pallas_attention(CELL, backend="xla")
     make = tracing.compiled(tracing.lower(attention, gate.input_shapes(SHAPE, jnp.bfloat16)))
-    asked = argparse.Namespace(rounds=3, reading_ms=1.0)
-    versions = {"before": make, "after": make}
+    asked = argparse.Namespace(rounds=3, reading_ms=1.0, directions=("forward", "backward"))
+    with jax.numpy_dtype_promotion("standard"):  # which jax.nn takes for granted
+        other = run_versions.make_peer("jax_xla", CELL)
+    versions = {"before": make, "after": make, "jax_xla": other}
     found = run_versions.compare(versions, CELL, timing.HostTimer(), asked)
     assert [row["direction"] for row in found] == ["forward", "backward"]
     for row in found:
         assert row["time_ratio"]["before"] == 1.0 and row["spread"]["before"] == 0.0
         assert row["time_ratio"]["after"] > 0 and row["ms"].keys() == versions.keys()
         assert "after" in run_versions.line(row) and "before" not in run_versions.line(row)
+        assert set(row["differs"]["after"].values()) == {0.0}
+        assert 0 < max(row["differs"]["jax_xla"].values()) < 0.02
+    assert [*found[0]["differs"]["after"]] == ["o"]
+    assert sorted(found[1]["differs"]["after"]) == ["dk", "dq", "dv"]
+
+
+def test_cells_of_versions_are_those_of_a_suite_or_of_the_command_line():
+    asked = argparse.Namespace(cells=["1,128,4,2,64"], suite="fa3", only="32,32,64 causal")
+    assert run_versions.cells_of(asked)[1] == CELL and len(run_versions.cells_of(asked)) == 2
+    asked.cells = []
+    assert {cell.shape.head_dim for cell in run_versions.cells_of(asked)} == {64}
 
 
 def test_tile_sizes_are_versions():
@@ -83,7 +96,8 @@ def test_calls_of_features_are_compared(monkeypatch):
     monkeypatch.setitem(sys.modules, "copy_of_it", flash_pallas)
     packages = ["earlier", "copy_of_it", "flash_pallas"]
     asked = {"features": ["small"], "backend": "xla", "packages": packages, "workers": 0}
-    asked = argparse.Namespace(rounds=2, reading_ms=1.0, **asked)
+    both = "forward", "backward"
+    asked = argparse.Namespace(rounds=2, reading_ms=1.0, directions=both, **asked)
     found = {}
     for rows in run_versions.compare_features(asked, timing.HostTimer()):
         found |= {(row["cell"], row["direction"]): list(row["time_ratio"]) for row in rows}
