@@ -40,8 +40,9 @@ def export(sizes: Sizes, variant: Variant, package: str | None = None, **static:
     """
     with calls_of(package or flash_pallas.__name__) as module:
         fixed = {} if variant.differentiated else variant.make(sizes, jax.random.key(1))
-        # A function of features.py looks up in the module what it calls.
-        function = getattr(module, variant.function.__name__, variant.function)
+        function = variant.function
+        if function.__module__ != features.__name__:  # those look up in the module what they call
+            function = getattr(module, function.__name__)
         static = dict(variant.static) | static
 
         def run(q, k, v, *wanted):

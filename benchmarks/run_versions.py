@@ -10,10 +10,10 @@ drift is the same for all. With `--blocks` tile sizes of flash_pallas are furthe
 
     --blocks 'lockstep={"fused": {"ping_pong": false}}'
 
-With `--peers fa3` providers of providers.py are timed in the same process, and with
-`--cells` cells that no suite has: `--cells 4,4096,32,32,64 8,2048,16,16,128`, each with and without
-the causal mask. Every row has the largest difference of its results from the first version's, as a
-share of their largest element.
+With `--peers fa3` providers of providers.py are timed in the same process. `--cells` has cells of
+its own, as `--cells 4,4096,32,32,64 8,2048,16,16,128`, each with and without the causal mask. The
+row of a cell has the largest difference of its results from the first version's, as a share of
+their largest element.
 
 With `--features` the calls of features.py are compared whose group, sizes and name have one of the
 texts, instead of the cells of a suite. A version that cannot run a call is left out of its rows.
@@ -229,8 +229,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12, help="processes that trace")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     arguments = parser.parse_args()
-    if arguments.features and (arguments.call or arguments.blocks or arguments.only):
-        parser.error("--features has calls of its own: leave out --call, --blocks and --only")
+    of_cells = "call", "blocks", "only", "cells", "peers"
+    if arguments.features and any(getattr(arguments, name) for name in of_cells):
+        refused = ", ".join(f"--{name}" for name in of_cells)
+        parser.error(f"--features has calls of its own: leave out {refused}")
+    if arguments.cells and arguments.only:
+        parser.error("--only chooses among the cells of a suite: leave it out with --cells")
     timer, log = timing.HostTimer(), {"host": "no GPU"}
     if jax.default_backend() == "gpu":
         timer, log = timing.choose("auto", probes())

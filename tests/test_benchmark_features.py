@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import json
 import pathlib
 import shutil
 import sys
+import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +61,24 @@ def test_another_version_runs_calls_that_make_objects_of_their_own(tmp_path, mon
     source, copy = pathlib.Path(flash_pallas.__file__).parent, tmp_path / "flash_pallas_copy"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(tmp_path)
-    sizes = features.Sizes(1, 512, 1, 1, 16, 16)
-    for name in (f"causal, varlen of {features.DOCUMENTS} documents", "block mask, causal"):
+    sizes, other = features.Sizes(1, 512, 1, 1, 16, 16), importlib.import_module(copy.name)
+    calls = {
+        "flash_attention_varlen": f"causal, varlen of {features.DOCUMENTS} documents",
+        "flash_attention": "block mask, causal",
+    }
+    for function, name in calls.items():
+        spy = mock.Mock(wraps=getattr(other, function), __name__=function)
+        monkeypatch.setattr(other, function, spy)
         found = feature_programs.export(sizes, VARIANTS[name], copy.name, backend="xla")
         assert found.forward.out_avals[0].shape == (1, 512, 1, 16)
+        assert spy.called
     assert features.flash_pallas is flash_pallas
+
+
+def test_a_version_without_a_function_does_not_run_this_one_instead(monkeypatch):
+    monkeypatch.setitem(sys.modules, "empty_version", types.ModuleType("empty_version"))
+    with pytest.raises(AttributeError, match="flash_attention"):
+        feature_programs.export(SMALL, features.CAUSAL, "empty_version", backend="xla")
 
 
 VARIANTS = {v.name: v for group in features.GROUPS for v in group.variants}
